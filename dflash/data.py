@@ -1,0 +1,181 @@
+"""From feature shards to packed training batches.
+
+The training stream is the documents of epoch 0 in an order drawn from (seed, 0), then those of epoch
+1, and so on; step t takes the next `documents_per_step` of them. A step is therefore a function of
+(settings, features, t) alone, and a resumed run needs to know nothing but t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dflash import anchors
+from dflash.attention import Layout
+from dflash.errors import UserError
+
+
+class Document(Protocol):
+    """What a feature shard gives for one document of S tokens."""
+
+    sample_id: str
+    input_ids: np.ndarray  # int32 [S]
+    loss_mask: np.ndarray  # bool [S]
+    hidden: np.ndarray  # uint16 [S, T, H], bf16 bits
+
+
+@dataclass
+class Pack:
+    """Some documents laid end to end, with their blocks. S context rows, N blocks, B slots."""
+
+    sample_ids: list[str]
+    taps_SD: torch.Tensor  # bfloat16 [S, T·H]
+    anchor_tokens_N: torch.Tensor  # int64
+    labels_NB: torch.Tensor  # int64; -1 where nothing is supervised
+    weights_NB: torch.Tensor  # float32; 0 where nothing is supervised
+    layout: Layout
+
+    @property
+    def mass(self) -> float:
+        """Sum of the weights: what the loss of a step is divided by."""
+        return float(self.weights_NB.sum(dtype=torch.float64))
+
+
+def pack(
+    documents: list[Document],
+    anchors_of: list[np.ndarray],
+    slot_weights_B: torch.Tensor,
+    group_rows: int | None = None,
+) -> Pack:
+    """Lay documents end to end and label the blocks at their anchors.
+
+    Slot k of the block at a is supervised iff k >= 1, a + k lies in the document, and the token
+    there belongs to the response; its label is that token (its own position, no shift).
+    """
+    block = len(slot_weights_B)
+    starts = np.cumsum([0, *(len(d.input_ids) for d in documents)])
+    labels, tokens, rows = [], [], []
+    for document, chosen, start in zip(documents, anchors_of, starts[:-1], strict=True):
+        ids = document.input_ids.astype(np.int64)
+        at = chosen[:, None] + np.arange(block)
+        inside = at < len(ids)
+        at = np.minimum(at, len(ids) - 1)
+        supervised = inside & document.loss_mask[at]
+        supervised[:, 0] = False
+        labels.append(np.where(supervised, ids[at], -1))
+        tokens.append(ids[chosen])
+        rows.append(chosen + start)
+    labels_NB = torch.from_numpy(np.concatenate(labels))
+    hidden = np.concatenate([d.hidden.reshape(len(d.input_ids), -1) for d in documents])
+    return Pack(
+        sample_ids=[d.sample_id for d in documents],
+        taps_SD=torch.from_numpy(hidden).view(torch.bfloat16),
+        anchor_tokens_N=torch.from_numpy(np.concatenate(tokens)),
+        labels_NB=labels_NB,
+        weights_NB=torch.where(labels_NB >= 0, slot_weights_B, 0.0),
+        layout=Layout(
+            torch.from_numpy(starts), torch.from_numpy(np.concatenate(rows)), block, group_rows
+        ),
+    )
+
+
+class Shards(Protocol):
+    """An opened feature shard."""
+
+    sample_ids: list[str]
+
+    def read(self, i: int, taps: list[int] | None = None) -> Document: ...
+
+
+class Stream:
+    """The endless, deterministic sequence of training documents.
+
+    Args:
+        shards: opened feature shards.
+        taps: positions of the wanted taps in the stores.
+        seed: seed of document order and anchors.
+        anchors_per_document: most blocks of a document in one epoch.
+    Raises UserError when no document can hold a block.
+    """
+
+    def __init__(
+        self, shards: list[Shards], taps: list[int], seed: int, anchors_per_document: int
+    ):
+        self.shards, self.taps, self.seed = shards, taps, seed
+        self.anchors_per_document = anchors_per_document
+        where = {
+            sample_id: (shard, i)
+            for shard in range(len(shards))
+            for i, sample_id in enumerate(shards[shard].sample_ids)
+        }
+        total = sum(len(s.sample_ids) for s in shards)
+        self.repeated = total - len(where)  # the same prompt in two sources counts once
+        # Sorted by id, so that the order does not depend on how documents lie in shards.
+        self.ids = sorted(where)
+        self.where = [where[i] for i in self.ids]
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Documents in one epoch."""
+        return len(self.ids)
+
+    def at(self, position: int) -> tuple[Document, np.ndarray]:
+        """Document number `position` of the stream, and its anchors in that epoch."""
+        epoch, i = divmod(position, len(self))
+        if epoch not in self._orders:
+            self._orders = {epoch: anchors.permutation(len(self), "documents", self.seed, epoch)}
+        shard, row = self.where[int(self._orders[epoch][i])]
+        document = self.shards[shard].read(row, self.taps)
+        chosen = anchors.choose(
+            document.loss_mask, self.anchors_per_document, self.seed, epoch, document.sample_id
+        )
+        return document, chosen
+
+    def drop_unusable(self) -> int:
+        """Leave out documents that can hold no anchor (a response of fewer than two tokens).
+
+        Returns how many. Raises UserError when none is left.
+        """
+        usable = [
+            len(anchors.candidates(self.shards[s].loss_mask(r))) > 0 for s, r in self.where
+        ]
+        dropped = usable.count(False)
+        self.ids = [x for x, ok in zip(self.ids, usable, strict=True) if ok]
+        self.where = [x for x, ok in zip(self.where, usable, strict=True) if ok]
+        if not self.ids:
+            raise UserError(
+                f"the features hold no supervised block: all {dropped} documents have responses of "
+                "fewer than two tokens; raise regenerate.max_new_tokens or check the prompts"
+            )
+        return dropped
+
+    def steps(
+        self, first: int, last: int, documents_per_step: int
+    ) -> Iterator[tuple[int, list[tuple[Document, np.ndarray]]]]:
+        """Steps first..last-1 as (step, documents with anchors), the next one read in a thread."""
+
+        def read(step: int) -> list[tuple[Document, np.ndarray]]:
+            begin = step * documents_per_step
+            return [self.at(p) for p in range(begin, begin + documents_per_step)]
+
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(read, first) if first < last else None
+            for step in range(first, last):
+                documents = ahead.result()
+                ahead = pool.submit(read, step + 1) if step + 1 < last else None
+                yield step, documents
+
+
+def frequent_tokens(shards: list[Shards], count: int, vocab_size: int) -> np.ndarray:
+    """Ids of the `count` most frequent supervised tokens, ties to the smaller id; sorted int64."""
+    seen = np.zeros(vocab_size, np.int64)
+    for shard in shards:
+        ids, mask = shard.tokens()
+        seen += np.bincount(ids[mask], minlength=vocab_size)
+    order = np.argsort(-seen, kind="stable")[:count]
+    return np.sort(order[seen[order] > 0])

@@ -1,0 +1,399 @@
+"""The DFlash drafter: a few decoder layers that read the target's hidden states and fill a block.
+
+Shapes: S context rows · N blocks · B slots a block · T taps · H hidden width · Q query heads ·
+K key/value heads · d head width. `...` stands for [N, B] in training and [batch, B] in decoding.
+
+Context keys and values come from the target's tapped hidden states (`fc`, `hidden_norm`, then each
+layer's own projections); queries come from the block alone. A block is the anchor token followed by
+mask tokens; the hidden state of slot k, through the target's head, predicts the token at anchor + k.
+Tensor names and config.json are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dflash.attention import Layout, Visibility, attend
+from dflash.errors import UserError
+from dflash.files import read_json, write_json
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a drafter, with the names of the published config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    is_causal: bool | None = None  # inside the block; None: causal where a layer slides
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"drafter: {self.num_attention_heads} query heads do not divide among "
+                f"{self.num_key_value_heads} key/value heads; choose a multiple"
+            )
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise UserError(
+                f"drafter: {len(self.layer_types)} layer_types for {self.num_hidden_layers} layers"
+            )
+
+    def visibility(self, layer: int) -> Visibility:
+        """How far the slots of a layer see."""
+        slides = self.layer_types[layer] == "sliding_attention"
+        return Visibility(
+            window=self.sliding_window if slides else None,
+            causal=slides if self.is_causal is None else self.is_causal,
+        )
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        """The published config.json (both spellings of the rotary settings: transformers 4 and 5)."""
+        out = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dtype": dtype,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            # transformers drops the window unless this is true
+            "use_sliding_window": "sliding_attention" in self.layer_types,
+            "max_window_layers": self.num_hidden_layers,
+            "num_target_layers": self.num_target_layers,
+            "block_size": self.block_size,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "block_size": self.block_size,
+            },
+        }
+        if self.is_causal is not None:
+            out["is_causal"] = self.is_causal
+        return out
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], where: str) -> DrafterConfig:
+        """Read a published config.json. Raises UserError naming what is missing or unknown."""
+        kind = (data.get("architectures") or ["?"])[0]
+        if kind != "DFlashDraftModel":
+            raise UserError(
+                f"{where}: architecture {kind} is not supported; expected DFlashDraftModel"
+            )
+        inner = data.get("dflash_config") or {}
+        layers = data.get("num_hidden_layers", 0)
+        rope = data.get("rope_parameters") or {}
+        causal = data.get("is_causal", inner.get("causal"))
+        scaled = data.get("rope_scaling") or (rope.get("rope_type") or "default") != "default"
+        if scaled:
+            raise UserError(f"{where}: scaled rotary positions are not supported by this version")
+        try:
+            return cls(
+                **{
+                    k: data[k]
+                    for k in (
+                        "hidden_size",
+                        "intermediate_size",
+                        "num_hidden_layers",
+                        "num_attention_heads",
+                        "num_key_value_heads",
+                        "head_dim",
+                        "rms_norm_eps",
+                        "max_position_embeddings",
+                        "vocab_size",
+                        "num_target_layers",
+                    )
+                },
+                rope_theta=float(rope.get("rope_theta") or data["rope_theta"]),
+                block_size=inner.get("block_size") or data["block_size"],
+                mask_token_id=inner["mask_token_id"],
+                target_layer_ids=tuple(inner["target_layer_ids"]),
+                layer_types=tuple(data.get("layer_types") or ["full_attention"] * layers),
+                sliding_window=data.get("sliding_window"),
+                is_causal=causal,
+                **{k: data.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            )
+        except KeyError as e:
+            raise UserError(f"{where}: {e.args[0]} is missing") from None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last axis, computed in float32."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return y.to(x.dtype)
+
+
+def rope(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the half-rotation at absolute positions [...]; float32 [..., d]."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = positions.float()[..., None] * frequency.to(positions.device)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn heads [..., heads, d] by the angles [..., d]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return (x * cos[..., None, :] + turned * sin[..., None, :]).to(x.dtype)
+
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+# (queries, block keys, block values), each [..., heads, d] -> attention output [..., Q, d]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, at: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., K, d] of context or block rows [..., H]."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotate(k, *at), v
+
+    def forward(self, x: torch.Tensor, at: Rope, attend: Attend) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        out = attend(rotate(q, *at), *self.keys_values(x, at))
+        return self.o_proj(out.flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, at: Rope, attend: Attend) -> torch.Tensor:
+        """Block stream [..., H] -> [..., H]; the context enters through `attend` alone."""
+        x = x + self.self_attn(self.input_layernorm(x), at, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def over_pack(
+        self,
+        x_NBH: torch.Tensor,
+        context_SH: torch.Tensor,
+        at_NB: Rope,
+        at_S: Rope,
+        layout: Layout,
+        see: Visibility,
+        backend: str,
+    ) -> torch.Tensor:
+        """The layer in training: every block of a pack over its document's context."""
+        k_SKd, v_SKd = self.self_attn.keys_values(context_SH, at_S)
+        return self(x_NBH, at_NB, lambda q, k, v: attend(q, k_SKd, v_SKd, k, v, layout, see, backend))
+
+
+class Drafter(nn.Module):
+    """The trainable part. Embedding table and head are the target's and are passed in."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = c = config
+        self.fc = nn.Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.layers = nn.ModuleList([Layer(c) for _ in range(c.num_hidden_layers)])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def init_weights(self, seed: int) -> None:
+        """Random matrices N(0, 1/fan_in) from the seed alone, norms at one."""
+        g = torch.Generator().manual_seed(seed)
+        for p in self.parameters():
+            with torch.no_grad():
+                if p.dim() == 1:
+                    p.fill_(1.0)
+                else:
+                    p.copy_(torch.randn(p.shape, generator=g) / p.shape[1] ** 0.5)
+
+    def context(self, taps: torch.Tensor) -> torch.Tensor:
+        """Tapped hidden states, concatenated [..., T·H], as the context of all layers [..., H]."""
+        return self.hidden_norm(self.fc(taps))
+
+    def rope(self, positions: torch.Tensor) -> Rope:
+        """Cosine and sine at absolute positions, [..., d]."""
+        return rope(positions, self.config.head_dim, self.config.rope_theta)
+
+    def forward(
+        self,
+        taps_SD: torch.Tensor,
+        block_NBH: torch.Tensor,
+        layout: Layout,
+        backend: str = "chunked",
+        checkpointing: str = "none",
+    ) -> torch.Tensor:
+        """Training: hidden states of all slots after the final norm, [N, B, H].
+
+        Args:
+            taps_SD: tapped hidden states of the packed documents, [S, T·H].
+            block_NBH: embedded blocks (anchor token, then mask tokens), [N, B, H].
+            layout: where documents and anchors lie.
+            checkpointing: "none", or "layer" to recompute each layer in the backward pass.
+        """
+        device = taps_SD.device
+        context_SH = self.context(taps_SD)
+        at_S = self.rope(layout.context_positions_S.to(device))
+        at_NB = self.rope(layout.block_positions_NB.to(device))
+        x = block_NBH
+        for i, layer in enumerate(self.layers):
+            args = (x, context_SH, at_NB, at_S, layout, self.config.visibility(i), backend)
+            if checkpointing == "layer" and torch.is_grad_enabled():
+                x = checkpoint(layer.over_pack, *args, use_reentrant=False)
+            else:
+                x = layer.over_pack(*args)
+        return self.norm(x)
+
+
+def block_input(
+    embed_VH: torch.Tensor, anchor_tokens: torch.Tensor, block_size: int, mask_token_id: int
+) -> torch.Tensor:
+    """Blocks of `[anchor token, MASK, ...]`, embedded: tokens [...] -> [..., B, H]."""
+    ids = torch.full((*anchor_tokens.shape, block_size), mask_token_id, device=anchor_tokens.device)
+    ids[..., 0] = anchor_tokens
+    return F.embedding(ids, embed_VH)
+
+
+def start_from_target(
+    drafter: Drafter, tensors: dict[str, torch.Tensor], target_layers: list[int], prefix: str
+) -> list[str]:
+    """Copy what fits from the target: final norm, whole layers' tensors, and the last tap through fc.
+
+    `tensors` are the target's by their names under `prefix` (`model.`); drafter layer i takes
+    those of `target_layers[i]`. A tensor whose shape differs stays random. Returns the names copied.
+    """
+    own, copied = dict(drafter.named_parameters()), []
+
+    def take(name: str, source: str) -> None:
+        value = tensors.get(prefix + source)
+        if value is not None and own[name].shape == value.shape:
+            own[name].data.copy_(value)
+            copied.append(name)
+
+    take("norm.weight", "norm.weight")
+    for i, source in enumerate(target_layers):
+        for name in own:
+            if name.startswith(f"layers.{i}."):
+                take(name, name.replace(f"layers.{i}.", f"layers.{source}.", 1))
+    width = drafter.config.hidden_size
+    with torch.no_grad():
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -width:] = torch.eye(width)
+    return [*copied, "fc.weight"]
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def save_drafter(folder: Path, drafter: Drafter, dtype: str) -> None:
+    """Write `config.json` and `model.safetensors` in the published format into an existing folder."""
+    state = {k: v.detach().to("cpu", DTYPES[dtype]).contiguous() for k, v in drafter.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", drafter.config.to_json(dtype))
+
+
+def load_drafter(folder: str | Path, device: torch.device | str = "cpu") -> Drafter:
+    """Read a drafter in the published format, as float32 and in eval mode.
+
+    Raises UserError naming the folder and the tensors that are missing, unknown or misshapen.
+    """
+    folder = Path(folder)
+    config = DrafterConfig.from_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    drafter = Drafter(config)
+    path = folder / "model.safetensors"
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{path}: cannot be read ({e}); export the drafter again") from None
+    state = {k.removeprefix("model."): v for k, v in state.items()}
+    want = {k: v.shape for k, v in drafter.state_dict().items()}
+    wrong = sorted(
+        {*want} ^ {*state} | {k for k in {*want} & {*state} if want[k] != state[k].shape}
+    )
+    if wrong:
+        raise UserError(f"{path}: tensors do not fit config.json: {', '.join(wrong[:5])}")
+    drafter.load_state_dict(state)
+    return drafter.to(device).eval().requires_grad_(False)
+
+
+def config_text(config: DrafterConfig) -> str:
+    """One line that names a drafter's shape."""
+    c = config
+    return (
+        f"{c.num_hidden_layers} layers of width {c.hidden_size}, heads {c.num_attention_heads}:"
+        f"{c.num_key_value_heads} of {c.head_dim}, block {c.block_size}, taps "
+        f"{json.dumps(list(c.target_layer_ids))}"
+    )

@@ -1,0 +1,41 @@
+"""Errors that are the user's to mend: one sentence, no traceback, exit status 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Says what was found (file, row, field), what was expected, and what to do."""
+
+
+def entrypoint(main: Callable[[list[str] | None], None]) -> None:
+    """Run a stage's `main`; turn a `UserError` and a refused file access into one clear line."""
+    try:
+        main(None)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as e:
+        if e.filename is None and e.errno is None:
+            raise
+        print(f"error: {explain_oserror(e)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def explain_oserror(e: OSError) -> str:
+    """A file-system failure with its remedy: full, read-only, forbidden, missing."""
+    import errno
+
+    where = f" ({e.filename})" if e.filename else ""
+    remedy = {
+        errno.ENOSPC: "the disk is full: free space or set `results:` to another disk, then run again",
+        errno.EDQUOT: "the disk quota is used up: free space or set `results:` elsewhere",
+        errno.EROFS: "the file system is read-only: set `results:` to a folder you may write",
+        errno.EACCES: "no permission: make the folder writable or set `results:` elsewhere",
+        errno.EPERM: "not permitted: make the folder writable or set `results:` elsewhere",
+        errno.ENOENT: "no such file: check the path in the settings",
+        errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    }.get(e.errno or 0, e.strerror or str(e))
+    return f"{remedy}{where}"

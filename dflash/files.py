@@ -1,0 +1,119 @@
+"""Files that appear whole or not at all, and their hashes.
+
+Every output is written to a temporary sibling, flushed to disk and renamed into place, so that a
+kill at any moment leaves either nothing or the finished file. Leftovers of killed writers carry the
+`.partial` suffix and are removed by the next writer of the same output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash.errors import UserError
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _clear_leftovers(path: Path) -> None:
+    """Remove what killed writers of the same output left behind (their process is gone)."""
+    for old in path.parent.glob(f".{path.name}.*.partial"):
+        pid = old.name.split(".")[-2]
+        if pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid():
+            continue
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole(path: str | Path, folder: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` to write to; on success it becomes `path`.
+
+    With `folder`, the sibling is a new folder and replaces a folder at `path`. On any error the
+    sibling is removed and `path` stays as it was.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(path)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
+    if folder:
+        temporary.mkdir()
+    try:
+        yield temporary
+        if folder:
+            for sub in sorted(temporary.rglob("*"), reverse=True):
+                _fsync(sub)
+        _fsync(temporary)
+        if folder and path.is_dir():  # rename cannot replace a folder that holds something
+            old = path.parent / f".{path.name}.old.{os.getpid()}.partial"
+            os.rename(path, old)
+            os.rename(temporary, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, path)
+        _fsync(path.parent)
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write readable JSON whole or not at all; NaN is refused."""
+    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Read JSON. Raises UserError naming the file when it is missing or damaged."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the stage that writes it") from None
+    except ValueError as e:
+        raise UserError(f"{path}: not JSON ({e}); delete it and run its stage again") from None
+
+
+def read_settings(text: str) -> dict[str, Any]:
+    """A stage's `--settings` or `--machine`: JSON itself, or the path of a JSON or YAML file."""
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as e:
+            raise UserError(f"settings on the command line: not JSON ({e})") from None
+    from dflash.config import read_yaml  # every JSON file is YAML
+
+    return read_yaml(text)
+
+
+def sha256(*paths: str | Path) -> str:
+    """Hash of the contents of files, in the order given."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as f:
+            while block := f.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def text_sha256(text: str) -> str:
+    """Hash of a text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

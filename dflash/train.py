@@ -1,0 +1,513 @@
+"""Train one drafter on the target's stored hidden states.
+
+    python -m dflash.train --settings S --machine M --identity results/target/identity.json \\
+        --features results/features/*/*.json --name demo --run results/runs/demo --out results/drafters/demo
+
+Checkpoints go to a run directory named by a fingerprint of everything that decides the result
+(settings, features, target), so that a killed job goes on from its last checkpoint and a changed
+setting never meets another run's state. The outputs (float32 weights, config.json, training.json)
+appear at the end, whole. In float32 on a CPU a resumed run gives bit for bit the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dflash import config, data, loss, target
+from dflash.drafter import (
+    DTYPES,
+    Drafter,
+    DrafterConfig,
+    block_input,
+    config_text,
+    save_drafter,
+    start_from_target,
+)
+from dflash.errors import UserError, entrypoint
+from dflash.features import open_shard, store_identity
+from dflash.files import read_json, read_settings, text_sha256, whole, write_json
+from dflash.progress import progress
+
+STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
+LOG_EVERY = 10  # steps
+
+
+def drafter_config(settings: config.Drafter, identity: target.Identity) -> DrafterConfig:
+    """The shape of a drafter: what its settings say, and the target's own where they do not."""
+    t = identity
+    ids = config.tap_ids(settings, t.num_hidden_layers)
+    layers = settings.num_hidden_layers
+    heads = settings.num_attention_heads or t.num_attention_heads
+    return DrafterConfig(
+        hidden_size=t.hidden_size,
+        intermediate_size=settings.intermediate_size or t.intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=settings.num_key_value_heads or t.num_key_value_heads,
+        head_dim=settings.head_dim or t.head_dim,
+        rms_norm_eps=t.rms_norm_eps,
+        rope_theta=settings.rope_theta or t.rope_theta,
+        max_position_embeddings=t.max_position_embeddings,
+        vocab_size=t.vocab_size,
+        block_size=settings.block_size,
+        mask_token_id=settings.mask_token_id,
+        target_layer_ids=tuple(ids),
+        num_target_layers=t.num_hidden_layers,
+        layer_types=("sliding_attention" if settings.sliding_window else "full_attention",) * layers,
+        sliding_window=settings.sliding_window,
+        bos_token_id=t.bos_token_id,
+        eos_token_id=t.eos_token_ids[0] if t.eos_token_ids else None,
+        pad_token_id=t.pad_token_id,
+    )
+
+
+def new_drafter(settings: config.Drafter, identity: target.Identity) -> Drafter:
+    """A drafter with its initial weights, a function of settings and target alone."""
+    drafter = Drafter(drafter_config(settings, identity))
+    drafter.init_weights(settings.training.seed)
+    if settings.start == "target":
+        count, last = settings.num_hidden_layers, identity.num_hidden_layers
+        layers = list(range(last - count, last)) if count <= last else list(range(last))
+        prefix = identity.embedding_tensor.removesuffix("embed_tokens.weight")
+        names = [f"{prefix}norm.weight"]
+        names += [
+            f"{prefix}layers.{i}.{name.split('.', 2)[2]}"
+            for i in layers
+            for name in drafter.state_dict()
+            if name.startswith("layers.0.")
+        ]
+        start_from_target(drafter, target.load_tensors(identity, names), layers, prefix)
+    return drafter
+
+
+def learning_rate(step: int, steps: int, training: config.Training) -> float:
+    """Linear warm-up over its share of the steps, then a cosine to zero at the last one."""
+    warm = math.ceil(training.warmup_share * steps)
+    if step < warm:
+        return training.lr * (step + 1) / warm
+    return training.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def make_optimizer(drafter: nn.Module, training: config.Training) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only."""
+    matrices = [p for p in drafter.parameters() if p.dim() > 1]
+    vectors = [p for p in drafter.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.lr, betas=tuple(training.betas), fused=True)
+
+
+class Head:
+    """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens."""
+
+    def __init__(self, embed_VH: torch.Tensor, head_VH: torch.Tensor, dtype: torch.dtype):
+        self.embed_VH, self.head_VH = embed_VH, head_VH.to(dtype)
+        self.row_of: torch.Tensor | None = None
+
+    def reduce(self, tokens: np.ndarray) -> None:
+        """Keep only these tokens' rows; other labels become unsupervised."""
+        ids = torch.from_numpy(tokens).to(self.head_VH.device)
+        row_of = torch.full((self.head_VH.shape[0],), -1, device=ids.device)
+        row_of[ids] = torch.arange(len(ids), device=ids.device)
+        self.head_VH, self.row_of = self.head_VH[ids].contiguous(), row_of.cpu()
+
+    def relabel(self, pack: data.Pack) -> int:
+        """Labels as rows of the reduced head. Returns how many lost their supervision."""
+        if self.row_of is None:
+            return 0
+        labels = pack.labels_NB
+        rows = torch.where(labels >= 0, self.row_of[labels.clamp_min(0)], -1)
+        lost = (labels >= 0) & (rows < 0)
+        pack.labels_NB = rows
+        pack.weights_NB = torch.where(rows >= 0, pack.weights_NB, 0.0)
+        return int(lost.sum())
+
+
+def pack_loss(
+    drafter: Drafter, pack: data.Pack, head: Head, machine: config.TrainMachine, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the cross-entropies of a pack, and which slots the drafter got right.
+
+    Returns (sum [], correct bool [N, B], false where nothing is supervised).
+    """
+    c = drafter.config
+    device = next(drafter.parameters()).device
+    block = block_input(
+        head.embed_VH, pack.anchor_tokens_N.to(device), c.block_size, c.mask_token_id
+    ).float()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        taps = pack.taps_SD.to(device)
+        hidden = drafter(
+            taps if dtype == torch.bfloat16 else taps.float(),
+            block,
+            pack.layout,
+            checkpointing=machine.checkpointing,
+        )
+    weights = pack.weights_NB.to(device)
+    rows = weights > 0
+    total, _, right = loss.head_cross_entropy(
+        hidden[rows], head.head_VH, pack.labels_NB.to(device)[rows], weights[rows], machine.loss_rows
+    )
+    correct = torch.zeros_like(rows)
+    correct[rows] = right
+    return total, correct
+
+
+def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:
+    """Leading run of right slots of each block plus the bonus token; [N].
+
+    Averaged over training positions this is an indication, not the acceptance length of decoding:
+    predictable stretches hold many positions but few cycles.
+    """
+    return correct_NB[:, 1:].long().cumprod(-1).sum(-1) + 1
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def fingerprint(settings: dict[str, Any], identity: target.Identity, shards: list) -> dict[str, Any]:
+    """Everything that decides the final weights."""
+    return {
+        "settings": settings,
+        "target": identity.weights_sha256,
+        "features": sorted(f"{s.attributes['settings_sha256']}/{s.content_sha256}" for s in shards),
+    }
+
+
+def lock(run: Path):
+    """Keep other trainers out of a run directory; freed by the kernel when this process ends."""
+    handle = open(run / "lock", "w")  # noqa: SIM115 (held until the process ends)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"{run}: another trainer is running here; wait for it or stop it") from None
+    return handle
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(run.glob("step-*"))
+
+
+def save_checkpoint(
+    run: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, keep_last: int
+) -> None:
+    """Write the state after `step` steps, whole or not at all, and remove old ones."""
+    names = [n for n, _ in drafter.named_parameters()]
+    by_param = {p: n for n, p in drafter.named_parameters()}
+    moments = {
+        f"{key}/{by_param[p]}": value.detach().cpu().contiguous()
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    with whole(run / f"step-{step:08d}", folder=True) as folder:
+        weights = {n: p.detach().cpu().contiguous() for n, p in drafter.named_parameters()}
+        save_file(weights, folder / "drafter.safetensors")
+        save_file(moments, folder / "optimizer.safetensors")
+        write_json(folder / "state.json", {"step": step, "parameters": len(names)})
+    for old in checkpoints(run)[:-keep_last]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> int:
+    """Restore weights and optimiser; returns the number of finished steps."""
+    try:
+        step = read_json(folder / "state.json")["step"]
+        weights = load_file(folder / "drafter.safetensors")
+        moments = load_file(folder / "optimizer.safetensors")
+        own = dict(drafter.named_parameters())
+        with torch.no_grad():
+            for name, p in own.items():
+                p.copy_(weights[name])
+        for key, value in moments.items():
+            kind, name = key.split("/", 1)
+            p = own[name]
+            # fused AdamW keeps its step counter on the parameter's device
+            optimizer.state[p][kind] = value.to(p.device)
+    except (OSError, KeyError, SafetensorError, RuntimeError) as e:
+        raise UserError(
+            f"{folder}: damaged checkpoint ({e}); delete it to go on from the one before"
+        ) from None
+    return step
+
+
+def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
+    """Drop logged lines after the restored step; returns the kept ones."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break  # a kill in the middle of a line
+        if row["step"] <= step:
+            kept.append(row)
+    with whole(path) as temporary:
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    return kept
+
+
+# --- the stage --------------------------------------------------------------------------------
+
+
+def open_features(manifests: list[str], identity: target.Identity, ids: list[int]):
+    """Open the shards behind some manifests, refuse those of another target, find our taps."""
+    expect = store_identity(identity)
+    shards = [open_shard(Path(m).with_suffix(".zarr"), expect) for m in manifests]
+    positions = []
+    for manifest, shard in zip(manifests, shards, strict=True):
+        missing = [t for t in ids if t not in shard.taps]
+        if missing:
+            raise UserError(
+                f"{manifest}: taps {missing} are not stored (there are {shard.taps}); run the "
+                "extraction again with this drafter in the settings"
+            )
+        positions.append([shard.taps.index(t) for t in ids])
+    if any(p != positions[0] for p in positions):
+        raise UserError("the feature shards hold different taps; run the extraction again")
+    return shards, positions[0]
+
+
+def total_steps(documents: int, training: config.Training) -> int:
+    """Optimiser steps of a training, at least one."""
+    steps = max(1, round(training.epochs * documents / training.documents_per_step))
+    return min(steps, training.max_steps or steps)
+
+
+class Interrupted(Exception):
+    """SIGTERM arrived: save and leave."""
+
+
+def train(
+    settings: config.Drafter,
+    machine: config.TrainMachine,
+    identity: target.Identity,
+    shards: list,
+    positions: list[int],
+    run: Path,
+    device: torch.device,
+) -> tuple[Drafter, dict[str, Any]]:
+    """Train to the end, from the last checkpoint in `run` if there is one.
+
+    Returns the drafter and what is known about its training.
+    """
+    training, dtype = settings.training, DTYPES[settings.training.dtype]
+    stream = data.Stream(shards, positions, training.seed, training.anchors_per_document)
+    unusable = stream.drop_unusable()
+    steps = total_steps(len(stream), training)
+    embed, head_weight = target.load_embedding_and_head(identity)
+    head = Head(embed.to(device), head_weight.to(device), dtype)
+    if training.loss.head_tokens:
+        head.reduce(data.frequent_tokens(shards, training.loss.head_tokens, identity.vocab_size))
+    slot_weights = loss.slot_weights(settings.block_size, config.gamma(settings))
+
+    drafter = new_drafter(settings, identity).to(device).train()
+    optimizer = make_optimizer(drafter, training)
+    done = checkpoints(run)
+    first = load_checkpoint(done[-1], drafter, optimizer) if done else 0
+    history = cut_metrics(run, first)
+    print(
+        f"drafter: {config_text(drafter.config)}; {sum(p.numel() for p in drafter.parameters()):,} "
+        f"weights on {device}, {settings.training.dtype}"
+    )
+    print(
+        f"data: {len(stream)} documents ({unusable} without a block left out, {stream.repeated} "
+        f"repeated), {steps} steps of {training.documents_per_step} documents x up to "
+        f"{training.anchors_per_document} blocks; head over {head.head_VH.shape[0]:,} tokens"
+        + (f"; going on from step {first}" if first else "")
+    )
+
+    terminated = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    saved, begun, sums = time.monotonic(), time.monotonic(), {}
+    bar = progress(desc="train", total=steps, initial=first, unit="steps")
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(run), purge_step=first)
+        log = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed below)
+        for step, documents in stream.steps(first, steps, training.documents_per_step):
+            row = one_step(
+                drafter, optimizer, documents, head, slot_weights, step, steps, settings, machine
+            )
+            for key, value in row.items():
+                sums[key] = sums.get(key, 0.0) + value
+            bar.update()
+            if (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
+                entry = report_line(sums, step + 1, steps, training, stream, begun, first)
+                log.write(json.dumps(entry) + "\n")
+                for key in ("loss", "accepted_by_position", "gradient_norm", "lr"):
+                    writer.add_scalar(key, entry[key], step + 1)
+                history.append(entry)
+                bar.set_postfix(loss=f"{entry['loss']:.3f}", accepted=entry["accepted_by_position"])
+                sums = {}
+            late = time.monotonic() - saved > 60 * machine.save_minutes
+            if terminated or late or step + 1 == steps:
+                save_checkpoint(run, step + 1, drafter, optimizer, machine.keep_last)
+                saved = time.monotonic()
+            if terminated and step + 1 < steps:
+                raise Interrupted
+    finally:
+        bar.close()
+        signal.signal(signal.SIGTERM, previous)
+    writer.close()
+    log.close()
+    facts = {
+        "steps": steps,
+        "documents": len(stream),
+        "documents_without_block": unusable,
+        "documents_repeated": stream.repeated,
+        "head_tokens": head.head_VH.shape[0],
+        "weights": sum(p.numel() for p in drafter.parameters()),
+        "history": history,
+    }
+    return drafter, facts
+
+
+def one_step(
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    documents: list,
+    head: Head,
+    slot_weights: torch.Tensor,
+    step: int,
+    steps: int,
+    settings: config.Drafter,
+    machine: config.TrainMachine,
+) -> dict[str, float]:
+    """One optimiser step over some documents, in micro-batches. Returns sums for the log.
+
+    The loss is divided by the weight mass of the whole step, so that micro-batches of any size give
+    the same gradient up to rounding.
+    """
+    training = settings.training
+    packs, lost = [], 0
+    for i in range(0, len(documents), machine.micro_batch):
+        part = documents[i : i + machine.micro_batch]
+        packed = data.pack(
+            [d for d, _ in part], [a for _, a in part], slot_weights, machine.group_rows
+        )
+        lost += head.relabel(packed)
+        packs.append(packed)
+    mass = sum(p.mass for p in packs)
+    if mass == 0:  # possible only with a reduced head
+        packs = []
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum, accepted, blocks = 0.0, 0, 0
+    for packed in packs:
+        total, correct = pack_loss(drafter, packed, head, machine, DTYPES[training.dtype])
+        (total / mass).backward()
+        loss_sum += float(total)
+        accepted += int(accepted_by_position(correct).sum())
+        blocks += packed.layout.num_blocks
+    norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if packs else 0.0
+    if not math.isfinite(loss_sum) or not math.isfinite(norm):
+        ids = ", ".join(d.sample_id for d, _ in documents)
+        raise UserError(
+            f"step {step}: the loss or its gradient is not finite (loss {loss_sum}, gradient norm "
+            f"{norm}; samples {ids}); lower training.lr or check these samples' features"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, steps, training)
+    if packs:
+        optimizer.step()
+    return {
+        "loss": loss_sum,
+        "mass": mass,
+        "accepted": accepted,
+        "blocks": blocks,
+        "gradient_norm": norm,
+        "tokens": sum(len(d.input_ids) for d, _ in documents),
+        "outside_head": lost,
+        "count": 1,
+    }
+
+
+def report_line(
+    sums: dict[str, float],
+    step: int,
+    steps: int,
+    training: config.Training,
+    stream: data.Stream,
+    begun: float,
+    first: int,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl: averages over the steps since the last line."""
+    return {
+        "step": step,
+        "epoch": round(step * training.documents_per_step / len(stream), 3),
+        "loss": round(sums["loss"] / max(sums["mass"], 1e-12), 5),
+        "accepted_by_position": round(sums["accepted"] / max(sums["blocks"], 1), 4),
+        "gradient_norm": round(sums["gradient_norm"] / sums["count"], 5),
+        "lr": learning_rate(step - 1, steps, training),
+        "tokens": sums["tokens"],
+        "labels_outside_head": sums["outside_head"],
+        "seconds_per_step": round((time.monotonic() - begun) / (step - first), 4),
+    }
+
+
+def main(argv: list[str] | None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dflash.train", description=__doc__)
+    parser.add_argument("--settings", required=True, help="JSON, or a JSON or YAML file")
+    parser.add_argument("--machine", default="{}", help="JSON, or a file: how to run, not what")
+    parser.add_argument("--identity", required=True, help="the target's identity.json")
+    parser.add_argument("--features", required=True, nargs="+", help="manifests of feature shards")
+    parser.add_argument("--name", required=True, help="the drafter's name")
+    parser.add_argument("--run", required=True, type=Path, help="folder that keeps checkpoints")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the finished drafter")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    raw = read_settings(args.settings)
+    settings = config.check(
+        config.Drafter,
+        {k: v for k, v in raw.items() if k not in ("stage", "version")},
+        f"drafters.{args.name}",
+    )
+    machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
+    identity = target.read_identity(args.identity)
+    taps = config.tap_ids(settings, identity.num_hidden_layers)
+    shards, positions = open_features(sorted(args.features), identity, taps)
+
+    print_of = fingerprint(raw, identity, shards)
+    run = args.run / text_sha256(config.canonical(print_of))[:12]
+    run.mkdir(parents=True, exist_ok=True)
+    held = lock(run)
+    write_json(run / "fingerprint.json", print_of)
+    device = target.default_device()
+    try:
+        drafter, facts = train(settings, machine, identity, shards, positions, run, device)
+    except Interrupted:
+        print(f"interrupted; saved in {run}: run the same command again to go on")
+        raise SystemExit(STATUS_INTERRUPTED) from None
+    with whole(args.out, folder=True) as folder:
+        save_drafter(folder, drafter, "float32")
+        write_json(folder / "training.json", {"name": args.name, "run": run.name, **facts})
+    held.close()
+    last = facts["history"][-1] if facts["history"] else {}
+    print(
+        f"trained {args.name}: {facts['steps']} steps, loss {last.get('loss')}, accepted by position "
+        f"{last.get('accepted_by_position')}; in {args.out}"
+    )
+
+
+if __name__ == "__main__":
+    entrypoint(main)
