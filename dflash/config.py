@@ -465,12 +465,19 @@ def _extend(drafters: dict[str, Any], where: str) -> dict[str, Any]:
 def _check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> None:
     """Everything about a drafter that only the target decides."""
     layers, vocab, mask = facts.num_hidden_layers, facts.vocab_size, drafter.mask_token_id
-    if isinstance(drafter.taps, int) and drafter.taps > layers:
-        raise UserError(f"{where}.taps: found {drafter.taps}; the target has only {layers} layers")
-    outside = [t for t in tap_ids(drafter, layers) if not 0 <= t < layers]
+    taps = tap_ids(drafter, layers)
+    if sorted(set(taps)) != taps:
+        raise UserError(
+            f"{where}.taps: found {drafter.taps}; so many taps do not fit a target of {layers} layers "
+            "by the published formula; ask for fewer or list the layer ids"
+        )
+    # The last layer's output is handed over before the final norm by some engines and after it by
+    # others (the official package among them), so a drafter that taps it works in only some.
+    outside = [t for t in taps if t > layers - 2]
     if outside:
         raise UserError(
-            f"{where}.taps: found {outside}, outside the target; allowed: 0..{layers - 1}"
+            f"{where}.taps: found {outside}, outside the target's {layers} layers; allowed: "
+            f"0..{layers - 2} (the last layer cannot be tapped: engines disagree on its norm)"
         )
     if not 0 <= mask < vocab:
         raise UserError(f"{where}.mask_token_id: found {mask}; allowed: 0..{vocab - 1}")
@@ -567,13 +574,7 @@ def tap_ids(drafter: Drafter, num_target_layers: int) -> list[int]:
     if drafter.taps == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
-    ids = [round(1 + i * span / (drafter.taps - 1)) for i in range(drafter.taps)]
-    if sorted(set(ids)) != ids:
-        raise UserError(
-            f"taps: {drafter.taps} taps do not fit a target of {num_target_layers} layers by the "
-            "published formula; list the layer ids instead"
-        )
-    return ids
+    return [round(1 + i * span / (drafter.taps - 1)) for i in range(drafter.taps)]
 
 
 def gamma(drafter: Drafter) -> float:
@@ -609,6 +610,7 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
         share = {
             "source": source.model_dump(exclude={"shards"}),
             "corpus": w.corpus.model_dump(exclude={"sources"}),
+            "trust_remote_code": w.target.trust_remote_code,
         }
     elif stage == "regenerate":
         share = {

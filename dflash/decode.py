@@ -148,23 +148,33 @@ class DrafterRunner:
             cache.write(k.transpose(1, 2), v.transpose(1, 2), at_nL)
         self.length = max(self.length, int(at_nL.max()) + 1)
 
-    def draft(self, tokens_n: torch.Tensor, anchor_n: torch.Tensor, block: int) -> torch.Tensor:
-        """Hidden states [n, B-1, H] of the slots after the anchors `tokens_n` at `anchor_n`."""
+    def draft(
+        self, tokens_n: torch.Tensor, anchor_n: torch.Tensor, length_n: torch.Tensor, block: int
+    ) -> torch.Tensor:
+        """Hidden states [n, B-1, H] of the slots after the anchors `tokens_n` at `anchor_n`.
+
+        Near the limit of new tokens a prompt's block has only `length_n` slots, the anchor included;
+        what the others hold is meaningless.
+        """
         c = self.drafter.config
         x = block_input(self.embed_VH, tokens_n, block, c.mask_token_id)
         at_nB = anchor_n[:, None] + torch.arange(block, device=anchor_n.device)
         angles = self.drafter.rope(at_nB)
         for i, (layer, cache) in enumerate(zip(self.drafter.layers, self.cache, strict=True)):
-            mask = self._mask(anchor_n, at_nB, c.visibility(i))
+            mask = self._mask(anchor_n, length_n, at_nB, c.visibility(i))
             x = layer(x, angles, lambda q, k, v, m=mask, past=cache: self._attend(q, k, v, past, m))
         return self.drafter.norm(x[:, 1:])
 
-    def _mask(self, anchor_n: torch.Tensor, at_nB: torch.Tensor, see: Visibility) -> torch.Tensor:
-        """Which of [context places ; own block] each slot sees; bool [n, 1, B, length + B]."""
+    def _mask(
+        self, anchor_n: torch.Tensor, length_n: torch.Tensor, at_nB: torch.Tensor, see: Visibility
+    ) -> torch.Tensor:
+        """Which of [context places ; own block] each slot sees; bool [n, 1, B, P + B]."""
         place = torch.arange(self.length, device=anchor_n.device)
         context = (place < anchor_n[:, None])[:, None].expand(-1, at_nB.shape[1], -1)
         back = at_nB[:, :, None] - at_nB[:, None, :]
-        own = back >= 0 if see.causal else torch.ones_like(back, dtype=torch.bool)
+        own = (at_nB < (anchor_n + length_n)[:, None])[:, None].expand_as(back)
+        if see.causal:
+            own = own & (back >= 0)
         if see.window is not None:
             context = context & (at_nB[:, :, None] - place < see.window)
             own = own & (back.abs() < see.window)
@@ -186,8 +196,7 @@ class Response:
     """What was decoded for one prompt."""
 
     tokens: list[int] = field(default_factory=list)  # the end token included
-    cycles: list[int] = field(default_factory=list)  # tokens gained in each draft-verify cycle
-    drafted_right: list[int] = field(default_factory=list)  # accepted slots, before any cut
+    cycles: list[int] = field(default_factory=list)  # tokens kept of each draft-verify cycle
 
 
 @dataclass
@@ -214,11 +223,12 @@ def generate(
 
     Each cycle drafts B-1 tokens after the last one, has the target read all B, accepts the longest
     prefix that equals the target's own choices and adds the target's next choice (the bonus). A
-    response ends with its first end token or at `max_new_tokens`; cycles count tokens before that cut,
-    so that their mean is the acceptance length (1..B). Without a drafter a cycle is one token.
+    response ends with its first end token or at `max_new_tokens`, and so does its last cycle: blocks
+    shrink to what may still be produced, and a cycle counts the tokens kept, as in the official loop
+    (so 1 + sum(cycles) == len(tokens); the first token comes from the prefill). The mean over cycles
+    is the acceptance length. Without a drafter a cycle is one token.
 
-    The first token comes from the prefill and belongs to no cycle. `on_cycle` sees the responses
-    after each cycle (progress, streaming).
+    `on_cycle` sees the responses after each cycle (progress, streaming).
     """
     device = next(model.parameters()).device
     n = len(prompts)
@@ -248,28 +258,33 @@ def generate(
     anchor_n = lengths_n  # position of the last token, which the caches do not hold yet
     going = [True] * n
     _take(responses, going, last_n[:, None].tolist(), [1] * n, max_new_tokens, eos_token_ids)
-    slots = torch.arange(block, device=device)
     while any(going):
+        left = [max_new_tokens - len(r.tokens) for r in responses]
+        lengths = [min(block, tokens + 1) for tokens in left]
+        width = max(length for length, on in zip(lengths, going, strict=True) if on)
+        length_n = torch.tensor(lengths, device=device)
+        slots = torch.arange(width, device=device)
         ids_nB = last_n[:, None]
-        if drafter and block > 1:
-            guesses = target.logits(draft.draft(last_n, anchor_n, block)).argmax(-1)
-            ids_nB = torch.cat([ids_nB, guesses], dim=1)
+        if width > 1:
+            hidden = draft.draft(last_n, anchor_n, length_n, width)
+            ids_nB = torch.cat([ids_nB, target.logits(hidden).argmax(-1)], dim=1)
             timing.draft += clock.lap()
         at_nB = anchor_n[:, None] + slots
         hidden, taps = target(ids_nB, at_nB)
         choice_nB = target.logits(hidden).argmax(-1)
-        right = (ids_nB[:, 1:] == choice_nB[:, :-1]).long().cumprod(-1).sum(-1)  # accepted, [n]
+        same = (ids_nB[:, 1:] == choice_nB[:, :-1]) & (slots[1:] < length_n[:, None])
+        right = same.long().cumprod(-1).sum(-1)  # accepted slots, [n]
         if drafter:
             # Context of rejected slots is written too and overwritten by the next cycle's.
             draft.read_context(taps, at_nB)
         timing.verify += clock.lap()
-        gained = (right + 1).tolist()
-        for i, response in enumerate(responses):
-            if going[i]:
-                response.cycles.append(gained[i])
-                response.drafted_right.append(gained[i] - 1)
         running = torch.tensor(going, device=device)
-        _take(responses, going, choice_nB.tolist(), gained, max_new_tokens, eos_token_ids)
+        kept = _take(
+            responses, going, choice_nB.tolist(), (right + 1).tolist(), max_new_tokens, eos_token_ids
+        )
+        for response, count in zip(responses, kept, strict=True):
+            if count:
+                response.cycles.append(count)
         # A finished row stays where it is, so that its positions never leave the cache.
         last_n = torch.where(running, choice_nB[rows_n, right], last_n)
         anchor_n = torch.where(running, anchor_n + right + 1, anchor_n)
@@ -285,16 +300,20 @@ def _take(
     counts: list[int],
     max_new_tokens: int,
     eos_token_ids: list[int],
-) -> None:
-    """Append each prompt's first `counts` tokens; end it at an end token or the limit."""
+) -> list[int]:
+    """Append each prompt's first `counts` tokens, up to an end token or the limit.
+
+    Returns how many were kept of each; 0 where the response had already ended.
+    """
+    kept = [0] * len(responses)
     for i, response in enumerate(responses):
-        if not going[i]:
-            continue
-        for token in tokens[i][: counts[i]]:
+        for token in tokens[i][: counts[i]] if going[i] else []:
             response.tokens.append(token)
+            kept[i] += 1
             if token in eos_token_ids or len(response.tokens) == max_new_tokens:
                 going[i] = False
                 break
+    return kept
 
 
 class _Clock:

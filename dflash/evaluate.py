@@ -1,0 +1,283 @@
+"""Measure a drafter by really decoding with it, and check that the output stays the target's.
+
+    python -m dflash.evaluate --settings S --machine M --identity results/target/identity.json \\
+        --drafter results/drafters/demo --task heldout --prompts results/corpus/*.parquet \\
+        --out results/evaluate/demo/heldout.json
+
+Three passes over the task's prompts: speculative decoding in batches (acceptance), the target's own
+greedy decoding by Hugging Face `generate` (the check that outputs are identical, in float32), and a
+few prompts of each kind one at a time with and without the drafter in the same loop (speed-up).
+The drafter's weights are rounded to bfloat16 first: what is measured is what is exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash import config, target
+from dflash.corpus import Prompt, load_task, read_prompts, select_per_kind
+from dflash.decode import Response, generate
+from dflash.drafter import DTYPES, Drafter, load_drafter
+from dflash.errors import UserError, entrypoint
+from dflash.files import read_json, read_settings, text_sha256, write_json
+from dflash.progress import progress
+from dflash.regenerate import answer
+
+
+def acceptance(cycles_of: Iterable[list[int]], block_size: int) -> dict[str, Any]:
+    """Acceptance figures of some responses, each given by the tokens gained in its cycles.
+
+    `tau_mean` is the mean over responses of each response's mean (the published figure),
+    `tau_pooled` the tokens of all cycles over their number; both count the bonus token, not the
+    prefill's. `per_slot[k-1]` is the share of cycles in which slot k was accepted. Responses that
+    ended with the prefill's token have no cycle and are left out of both.
+    """
+    lists = [c for c in cycles_of if c]
+    cycles = [x for c in lists for x in c]
+    if not cycles:
+        return {"responses": 0, "cycles": 0, "tau_mean": None, "tau_pooled": None, "per_slot": []}
+    return {
+        "responses": len(lists),
+        "cycles": len(cycles),
+        "tau_mean": sum(sum(c) / len(c) for c in lists) / len(lists),
+        "tau_pooled": sum(cycles) / len(cycles),
+        "per_slot": [sum(x > k for x in cycles) / len(cycles) for k in range(1, block_size)],
+    }
+
+
+def bootstrap_interval(
+    cycles_of: list[list[int]], draws: int = 1000, seed: int = 0
+) -> tuple[float, float] | None:
+    """95 % interval of `tau_mean`, responses drawn with replacement."""
+    means = [sum(c) / len(c) for c in cycles_of if c]
+    if not means:
+        return None
+    rng = random.Random(seed)
+    taus = sorted(sum(rng.choices(means, k=len(means))) / len(means) for _ in range(draws))
+    return taus[int(0.025 * draws)], taus[int(0.975 * draws) - 1]
+
+
+def speed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Seconds per token (prefill left out) with and without the drafter, and their ratio."""
+
+    def per_token(kind: str) -> float | None:
+        tokens = sum(r[f"{kind}_tokens"] - 1 for r in rows)
+        return sum(r[f"{kind}_seconds"] for r in rows) / tokens if tokens > 0 else None
+
+    plain, drafted = per_token("plain"), per_token("drafted")
+    draft = sum(r["draft_seconds"] for r in rows)
+    total = sum(r["drafted_seconds"] for r in rows)
+    return {
+        "prompts": len(rows),
+        "seconds_per_token_plain": plain,
+        "seconds_per_token_drafted": drafted,
+        "speed_up": plain / drafted if plain and drafted else None,
+        "draft_share": draft / total if total else None,
+    }
+
+
+def decode_all(
+    model: torch.nn.Module,
+    drafter: Drafter,
+    prompts: list[Prompt],
+    settings: config.Evaluate,
+    eos: list[int],
+    batch_size: int,
+) -> list[Response]:
+    """Speculative responses to all prompts, in batches of similar length, in the prompts' order."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].prompt_ids))
+    found: dict[int, Response] = {}
+    with progress(desc="decode", total=len(prompts), unit="prompts") as bar:
+        for i in range(0, len(order), batch_size):
+            batch = order[i : i + batch_size]
+            ids = [prompts[j].prompt_ids for j in batch]
+            responses, _ = generate(model, ids, settings.max_new_tokens, eos, drafter)
+            found.update(zip(batch, responses, strict=True))
+            tau = acceptance([r.cycles for r in found.values()], 2)["tau_mean"]
+            bar.set_postfix(tau=f"{tau:.2f}" if tau else "-")
+            bar.update(len(batch))
+    return [found[i] for i in range(len(prompts))]
+
+
+def time_some(
+    model: torch.nn.Module,
+    drafter: Drafter,
+    prompts: list[Prompt],
+    settings: config.Evaluate,
+    eos: list[int],
+) -> list[dict[str, Any]]:
+    """Decode prompts one at a time, with and without the drafter in turn; seconds of each."""
+    rows = []
+    generate(model, [prompts[0].prompt_ids], 2, eos, drafter)  # warm up lazily loaded code
+    for prompt in progress(prompts, desc="time", unit="prompts"):
+        row: dict[str, Any] = {"sample_id": prompt.sample_id, "kind": prompt.kind}
+        for kind, with_drafter in (("plain", None), ("drafted", drafter)):
+            begun = time.perf_counter()
+            responses, timing = generate(
+                model, [prompt.prompt_ids], settings.max_new_tokens, eos, with_drafter
+            )
+            row[f"{kind}_seconds"] = time.perf_counter() - begun - timing.prefill
+            row[f"{kind}_tokens"] = len(responses[0].tokens)
+        row |= {"draft_seconds": timing.draft, "verify_seconds": timing.verify}
+        rows.append(row)
+    return rows
+
+
+def measure(
+    model: torch.nn.Module,
+    drafter: Drafter,
+    prompts: list[Prompt],
+    settings: config.Evaluate,
+    machine: config.EvaluateMachine,
+    identity: target.Identity,
+) -> dict[str, Any]:
+    """Everything the evaluation of one drafter on one task reports."""
+    eos, block = identity.eos_token_ids, drafter.config.block_size
+    responses = decode_all(model, drafter, prompts, settings, eos, machine.batch_size)
+    checked = settings.dtype == "float32"  # in bf16 near-ties differ, so identity says nothing
+    if checked:
+        own = answer(
+            model,
+            [p.prompt_ids for p in prompts],
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_ids=eos,
+            pad_token_id=identity.pad_token_id,
+            batch_size=machine.batch_size,
+            desc="check",
+        )
+    rows = [
+        {
+            "sample_id": prompt.sample_id,
+            "id": prompt.id,
+            "kind": prompt.kind,
+            "prompt_tokens": len(prompt.prompt_ids),
+            "tokens": len(response.tokens),
+            "tokens_sha256": text_sha256(config.canonical(response.tokens)),
+            "cycles": response.cycles,
+            "identical": response.tokens == own[i] if checked else None,
+        }
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    timed = time_some(
+        model, drafter, select_per_kind(prompts, settings.timed_prompts_per_kind), settings, eos
+    )
+
+    def summary(kind: str | None) -> dict[str, Any]:
+        own_rows = [r for r in rows if kind in (None, r["kind"])]
+        return {
+            **acceptance([r["cycles"] for r in own_rows], block),
+            "tau_mean_interval": bootstrap_interval([r["cycles"] for r in own_rows]),
+            **speed([r for r in timed if kind in (None, r["kind"])]),
+            "lossless": {
+                "checked": sum(r["identical"] is not None for r in own_rows),
+                "identical": sum(r["identical"] is True for r in own_rows),
+            },
+        }
+
+    kinds = sorted({p.kind for p in prompts})
+    return {
+        "block_size": block,
+        "dtype": settings.dtype,
+        "max_new_tokens": settings.max_new_tokens,
+        "overall": summary(None),
+        "per_kind": {kind: summary(kind) for kind in kinds},
+        "timed": timed,
+        "responses": rows,
+    }
+
+
+def task_prompts(
+    task: config.Task,
+    parquets: list[str],
+    corpus: dict[str, Any],
+    identity: target.Identity,
+    trust_remote_code: bool,
+) -> list[Prompt]:
+    """The prompts of a task: a file of its own, or the held-out prompts of all sources."""
+    if task.path is not None:
+        tokenizer = target.load_tokenizer(identity, trust_remote_code)
+        prompts = load_task(
+            task.path, tokenizer, corpus["max_prompt_tokens"], corpus["enable_thinking"]
+        )
+    else:
+        every = [p for path in sorted(parquets) for p in read_prompts(path)]
+        prompts = list({p.sample_id: p for p in every if p.split == "heldout"}.values())
+        if not prompts:
+            raise UserError(
+                "the corpus has no held-out prompts to evaluate on; raise corpus.heldout_share, add "
+                "prompts, or give the task a file of its own (evaluate.tasks.NAME.path)"
+            )
+    return select_per_kind(prompts, task.prompts_per_kind)
+
+
+def main(argv: list[str] | None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dflash.evaluate", description=__doc__)
+    parser.add_argument("--settings", required=True, help="JSON, or a JSON or YAML file")
+    parser.add_argument("--machine", default="{}", help="JSON, or a file: how to run, not what")
+    parser.add_argument("--identity", required=True, help="the target's identity.json")
+    parser.add_argument("--drafter", required=True, type=Path, help="folder of the drafter")
+    parser.add_argument("--task", required=True, help="the task's name")
+    parser.add_argument("--prompts", nargs="*", default=[], help="corpus Parquet files")
+    parser.add_argument("--out", required=True, help="JSON file to write")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    raw = read_settings(args.settings)
+    task = config.check(config.Task, raw.get("task", {}), f"evaluate.tasks.{args.task}")
+    own = {k: v for k, v in raw.items() if k in config.Evaluate.model_fields and k != "tasks"}
+    settings = config.check(config.Evaluate, own, "evaluate")
+    machine = config.check(config.EvaluateMachine, read_settings(args.machine), "machine.evaluate")
+    identity = target.read_identity(args.identity)
+    trust = raw.get("trust_remote_code", False)
+    corpus = config.Corpus().model_dump(include={"max_prompt_tokens", "enable_thinking"})
+    prompts = task_prompts(task, args.prompts, corpus | raw.get("corpus", {}), identity, trust)
+
+    device, dtype = target.default_device(), DTYPES[settings.dtype]
+    drafter = load_drafter(args.drafter, device)
+    check_fits(drafter, identity, args.drafter)
+    drafter = drafter.to(torch.bfloat16).to(dtype)
+    model = target.load_model(identity, settings.dtype, trust, device)
+    result = measure(model, drafter, prompts, settings, machine, identity)
+    training = args.drafter / "training.json"
+    name = read_json(training)["name"] if training.exists() else args.drafter.name
+    write_json(args.out, {"drafter": name, "task": args.task, **result})
+    o = result["overall"]
+    lossless = o["lossless"]
+    print(
+        f"{name} on {args.task}: tau {o['tau_mean']:.3f} mean over {o['responses']} responses, "
+        f"{o['tau_pooled']:.3f} pooled; speed-up {o['speed_up']:.2f}; "
+        f"{lossless['identical']} of {lossless['checked']} outputs identical to the target's own"
+        if o["tau_mean"] and o["speed_up"]
+        else f"{name} on {args.task}: every response ended with its first token"
+    )
+
+
+def check_fits(drafter: Drafter, identity: target.Identity, folder: Path) -> None:
+    """Refuse a drafter made for a target of another shape. Raises UserError naming the fields."""
+    c = drafter.config
+    wrong = [
+        f"{name} {mine} against {theirs}"
+        for name, mine, theirs in (
+            ("hidden_size", c.hidden_size, identity.hidden_size),
+            ("num_target_layers", c.num_target_layers, identity.num_hidden_layers),
+            ("vocab_size", c.vocab_size, identity.vocab_size),
+        )
+        if mine != theirs
+    ]
+    if wrong:
+        raise UserError(
+            f"{folder}: this drafter does not fit the target {identity.model} ({'; '.join(wrong)}); "
+            "evaluate it with the target it was trained for"
+        )
+
+
+if __name__ == "__main__":
+    entrypoint(main)

@@ -1,0 +1,757 @@
+"""Hidden states on disk: one Zarr v3 group a shard, written whole, checked whenever it is read.
+
+Legend: N documents and P tokens of a shard · S tokens of one document · T taps · H hidden width.
+
+    hidden     uint16 [P, T, H]  bf16 bit patterns, documents one after the other
+    input_ids  int32  [P]        tokens of the documents
+    loss_mask  bool   [P]        True where the target itself wrote the token
+    offsets    int64  [N + 1]    document i is rows offsets[i] to offsets[i + 1]
+    sample_id  uint8  [N, 16]    ASCII; Zarr v3 has no stable fixed-length string, bytes need none
+
+bf16 is stored by its bits because Zarr has no such type; that is exact for every value. Every
+chunk ends in a crc32c, the metadata of each array is hashed in the group's attributes and these
+carry their own hash, so damage is an error and never a wrong number. A missing chunk reads as the
+fill value, which for `hidden` is a NaN that the writer refuses to store. Whoever opens a shard may
+ask for an identity (target, tokenizer, taps ...), and any other is refused.
+
+    python -m dflash.features inspect|verify results/features/SOURCE/SHARD.zarr
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import zarr
+from zarr.codecs import Crc32cCodec  # it calls google_crc32c, so that is there
+
+from dflash.config import canonical
+from dflash.errors import UserError, entrypoint, explain_oserror
+from dflash.files import read_json, text_sha256, whole, write_json
+from dflash.progress import progress
+
+FORMAT = "dflash-features"
+FORMAT_VERSION = 1
+FILL = 0x7FC1  # a bf16 NaN with a payload that no arithmetic makes
+EXPONENT = 0x7F80  # all bits of a bf16 exponent: NaN or infinity
+CHUNK_BYTES = 5 << 19  # 2.5 MiB: a document of some hundred tokens touches few chunks
+SLAB_CHUNKS = 128  # chunks in one file, which is then 160 to 320 MiB
+FLAT_CHUNK = 1 << 20  # rows in one object of the small arrays, which are read as a whole
+SAMPLE_ID = re.compile(r"[0-9a-f]{16}")
+
+TARGET_FIELDS = (
+    "model",
+    "revision",
+    "weights_sha256",
+    "tokenizer_sha256",
+    "chat_template_sha256",
+    "num_hidden_layers",
+    "hidden_size",
+)
+TAP_CONVENTION = (
+    "output of 0-based decoder layer i, before the final norm (Hugging Face hidden_states[i+1])"
+)
+RECORDS = (  # attributes that are not identity
+    "format",
+    "format_version",
+    "codec",
+    "counts",
+    "versions",
+    "content_sha256",
+    "arrays_sha256",
+    "attributes_sha256",
+)
+COUNTS = (
+    "documents",
+    "tokens",
+    "supervised_tokens",
+    "documents_cut",
+    "documents_too_short",
+    "documents_without_supervision",
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document with its hidden states."""
+
+    sample_id: str
+    input_ids: np.ndarray  # int32 [S]
+    loss_mask: np.ndarray  # bool [S]
+    hidden: np.ndarray  # uint16 [S, T, H], bf16 bit patterns
+
+
+def store_identity(target: Any) -> dict[str, Any]:
+    """What must be equal in every shard made with a target (a `dflash.target.Identity`).
+
+    This is what a reader passes as `expect`: features of another target are refused.
+    """
+    return {
+        **{name: getattr(target, name) for name in TARGET_FIELDS},
+        "tap_convention": TAP_CONVENTION,
+        "logical_dtype": "bfloat16",
+    }
+
+
+def shard_identity(
+    target: Any, taps: Sequence[int], compute_dtype: str, settings_sha256: str, tokens_sha256: str
+) -> dict[str, Any]:
+    """Everything that decides what a shard holds.
+
+    `target` is a `dflash.target.Identity`; `taps` are layer ids; `tokens_sha256` hashes the file
+    that the documents came from, so that features of an older answer are not taken for new ones.
+    """
+    return {
+        **store_identity(target),
+        "taps": list(taps),
+        "last_hidden": None,  # not stored; later: on which side of the final norm
+        "compute_dtype": compute_dtype,
+        "settings_sha256": settings_sha256,
+        "tokens_sha256": tokens_sha256,
+    }
+
+
+def layout(
+    tokens: int,
+    row_bytes: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    slab_chunks: int = SLAB_CHUNKS,
+) -> tuple[int, int]:
+    """Tokens in one chunk of `hidden`, and in one slab (a file, written whole).
+
+    A chunk is the largest power of two of tokens within 2.5 MiB (so at least 1.25 MiB): 256
+    tokens at 5 x 576, 64 at 5 x 4096. Slabs hold at most `slab_chunks` chunks and share them
+    evenly, so that the last one is not mostly empty.
+    """
+    chunk = min(tokens, 1 << max(1, chunk_bytes // row_bytes).bit_length() - 1)
+    chunks = math.ceil(tokens / chunk)
+    slabs = math.ceil(chunks / slab_chunks)
+    return chunk, chunk * math.ceil(chunks / slabs)
+
+
+def nonfinite(hidden: np.ndarray) -> bool:
+    """Whether any bf16 bit pattern of a uint16 array is a NaN or an infinity."""
+    # Without their sign, patterns are ordered as the magnitudes are: one maximum tells all.
+    return bool(hidden.size and (hidden << 1).max() >= EXPONENT << 1)
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the only right to write `path`; the kernel frees it when the process ends, however.
+
+    Raises UserError when another writer holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.parent / f".{path.name}.lock"
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise UserError(
+                f"{path}: another process is writing this shard; wait for it or stop it"
+            ) from None
+        # A writer that just finished may have deleted the file we locked: then lock its successor.
+        if lock.exists() and os.path.samestat(os.fstat(fd), os.stat(lock)):
+            break
+        os.close(fd)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(fd)
+
+
+class ShardWriter:
+    """Receives the documents of one shard in order. Made by `write_shard`.
+
+    Holds one slab of hidden states (at most 320 MiB; encoding it takes about twice that again).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        path: Path,
+        identity: Mapping[str, Any],
+        documents: int,
+        tokens: int,
+        dropped: Mapping[str, int],
+        chunk_bytes: int,
+        slab_chunks: int,
+    ):
+        self.path = path
+        self.identity = json.loads(canonical(dict(identity)))
+        self.dropped = dict(dropped)
+        self.width = (len(self.identity["taps"]), self.identity["hidden_size"])  # T, H
+        self.tokens = tokens
+        self.sample_ids: dict[str, None] = {}
+        self.offsets = np.zeros(documents + 1, np.int64)
+        self.input_ids = np.empty(tokens, np.int32)
+        self.loss_mask = np.empty(tokens, np.bool_)
+        chunk, slab = layout(tokens, 2 * math.prod(self.width), chunk_bytes, slab_chunks)
+        self.slab_PTH = np.empty((slab, *self.width), np.uint16)
+        self.filled = 0  # rows of the slab
+        self.written = 0  # rows of `hidden` on disk
+        self.crc32c = 0  # of all rows on disk
+        with _naming(path):
+            self.group = zarr.create_group(str(folder), zarr_format=3)
+            self.hidden = self.group.create_array(
+                "hidden",
+                shape=(tokens, *self.width),
+                dtype="uint16",
+                chunks=(chunk, *self.width),
+                shards=(slab, *self.width),
+                compressors=Crc32cCodec(),
+                filters=None,
+                fill_value=FILL,
+                dimension_names=("token", "tap", "channel"),
+                # Comparing every chunk with the fill value would double the cost of writing.
+                config={"write_empty_chunks": True},
+            )
+
+    def add(self, document: Document) -> None:
+        """Append one document.
+
+        Raises UserError when its hidden states are not finite, and ValueError when it does not fit
+        what was announced (a mistake in the calling program).
+        """
+        length = len(document.input_ids)
+        index, start = len(self.sample_ids), self.written + self.filled
+        _check_document(document, self.width)
+        if document.sample_id in self.sample_ids:
+            raise ValueError(f"sample {document.sample_id} was added twice")
+        if index == len(self.offsets) - 1 or start + length > self.tokens:
+            raise ValueError(f"more than {self.tokens} tokens or {index} documents were added")
+        if nonfinite(document.hidden):
+            raise UserError(self._nonfinite(document))
+        self.sample_ids[document.sample_id] = None
+        self.offsets[index + 1] = start + length
+        self.input_ids[start : start + length] = document.input_ids
+        self.loss_mask[start : start + length] = document.loss_mask
+        done = 0
+        while done < length:
+            take = min(length - done, len(self.slab_PTH) - self.filled)
+            self.slab_PTH[self.filled : self.filled + take] = document.hidden[done : done + take]
+            self.filled += take
+            done += take
+            if self.filled == len(self.slab_PTH):
+                self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """Write what is left and the attributes, which are returned. Called by `write_shard`."""
+        if self.filled:
+            self._flush()
+        if self.written != self.tokens or len(self.sample_ids) != len(self.offsets) - 1:
+            raise ValueError(
+                f"{self.path}: announced {len(self.offsets) - 1} documents and {self.tokens} "
+                f"tokens, got {len(self.sample_ids)} and {self.written}"
+            )
+        ids = np.frombuffer("".join(self.sample_ids).encode("ascii"), np.uint8).reshape(-1, 16)
+        with _naming(self.path):
+            self._flat("input_ids", self.input_ids, -1)
+            self._flat("loss_mask", self.loss_mask, False)
+            self._flat("offsets", self.offsets, -1)
+            self._flat("sample_id", ids, 0)
+            attributes = self._attributes(
+                _content_sha256(self.offsets, ids, self.input_ids, self.loss_mask, self.crc32c)
+            )
+            self.group.update_attributes(attributes)
+        return attributes
+
+    def _flush(self) -> None:
+        with _naming(self.path):
+            end = self.written + self.filled
+            self.hidden[self.written : end] = self.slab_PTH[: self.filled]
+        self.crc32c = _crc32c(self.crc32c, self.slab_PTH[: self.filled])
+        self.written, self.filled = end, 0
+
+    def _flat(self, name: str, data: np.ndarray, fill_value: Any) -> None:
+        self.group.create_array(
+            name,
+            data=data,
+            chunks=(min(len(data), FLAT_CHUNK), *data.shape[1:]),
+            compressors=Crc32cCodec(),
+            filters=None,
+            fill_value=fill_value,
+            config={"write_empty_chunks": True},  # an absent object must always mean damage
+        )
+
+    def _attributes(self, content_sha256: str) -> dict[str, Any]:
+        store = Path(str(self.group.store.root))
+        counts = dict.fromkeys(COUNTS, 0) | self.dropped
+        counts["documents"] = len(self.sample_ids)
+        counts["tokens"] = self.tokens
+        counts["supervised_tokens"] = int(self.loss_mask.sum())
+        attributes = {
+            **self.identity,
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "codec": "raw",  # bit patterns as they are
+            "counts": counts,
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("dflash", "torch", "transformers", "zarr")
+            },
+            "content_sha256": content_sha256,
+            "arrays_sha256": {
+                name: text_sha256(canonical(json.loads((store / name / "zarr.json").read_text())))
+                for name in sorted(self.group.array_keys())
+            },
+        }
+        return attributes | {"attributes_sha256": text_sha256(canonical(attributes))}
+
+    def _nonfinite(self, document: Document) -> str:
+        bad = (document.hidden & EXPONENT) == EXPONENT
+        token, tap, channel = (int(x) for x in np.argwhere(bad)[0])
+        value = "NaN" if document.hidden[token, tap, channel] & 0x7F else "infinity"
+        return (
+            f"{self.path}: sample {document.sample_id}: the target's layer "
+            f"{self.identity['taps'][tap]} gave {value} at token {token}, channel {channel} "
+            f"({int(bad.sum())} such values); every value must be finite: check the target's "
+            "weights, or set `target.dtype: float32`"
+        )
+
+
+@contextmanager
+def write_shard(
+    path: str | Path,
+    identity: Mapping[str, Any],
+    documents: int,
+    tokens: int,
+    manifest: str | Path | None = None,
+    dropped: Mapping[str, int] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    slab_chunks: int = SLAB_CHUNKS,
+) -> Iterator[ShardWriter]:
+    """Write one shard, which appears whole when the block ends and not at all when it fails.
+
+    `identity` is that of `shard_identity`; `documents` and `tokens` are the totals to come.
+    `dropped` counts what the caller cut or left out (`documents_cut`, `documents_too_short`,
+    `documents_without_supervision`); it is kept in the attributes and in the manifest (default:
+    `path` with the suffix .json), which is the last file to appear. Raises UserError for a second
+    writer, for hidden states that are not finite and for a full disk.
+    """
+    path = Path(path)
+    manifest = Path(manifest) if manifest else path.with_suffix(".json")
+    if documents < 1 or tokens < documents:
+        raise ValueError(f"{path}: {documents} documents of {tokens} tokens make no shard")
+    with exclusive(path):
+        with whole(path, folder=True) as folder:
+            writer = ShardWriter(
+                folder, path, identity, documents, tokens, dropped or {}, chunk_bytes, slab_chunks
+            )
+            yield writer
+            attributes = writer.finish()
+            # From here on an older manifest would speak of another shard.
+            manifest.unlink(missing_ok=True)
+        write_json(manifest, manifest_of(attributes, path))
+
+
+def manifest_of(attributes: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What the manifest of a shard says: all of it follows from the shard itself."""
+    return {
+        "shard": path.name,
+        **attributes["counts"],
+        "taps": attributes["taps"],
+        "hidden_size": attributes["hidden_size"],
+        "bytes": _size(path),
+        "content_sha256": attributes["content_sha256"],
+        "identity": _identity(attributes),
+    }
+
+
+def _identity(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in attributes.items() if k not in RECORDS}
+
+
+def _crc32c(crc32c: int, array: np.ndarray) -> int:
+    """Go on with a checksum over the bytes of one more array."""
+    return google_crc32c.extend(crc32c, array.reshape(-1).view(np.uint8))
+
+
+def _content_sha256(
+    offsets: np.ndarray, ids: np.ndarray, tokens: np.ndarray, mask: np.ndarray, crc32c: int
+) -> str:
+    """One name for all that is stored: a SHA-256 over the small arrays and the crc32c of `hidden`
+    (hashing that in full would take as long as writing it)."""
+    digest = hashlib.sha256(f"{crc32c:08x}".encode())
+    for array in (offsets, ids, tokens, mask):
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
+def _check_document(document: Document, width: tuple[int, int]) -> None:
+    length = len(document.input_ids)
+    if not SAMPLE_ID.fullmatch(document.sample_id):
+        raise ValueError(f"sample id {document.sample_id!r} is not 16 hexadecimal characters")
+    if length < 1 or document.loss_mask.shape != (length,):
+        raise ValueError(f"sample {document.sample_id}: input_ids and loss_mask differ in length")
+    if document.hidden.dtype != np.uint16 or document.hidden.shape != (length, *width):
+        raise ValueError(
+            f"sample {document.sample_id}: hidden is {document.hidden.dtype} "
+            f"{list(document.hidden.shape)}, expected uint16 {[length, *width]}"
+        )
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn a file-system failure inside Zarr, which often names no file, into a sentence."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"{path}: {explain_oserror(e)}") from None
+
+
+def _size(path: Path) -> int:
+    """Bytes of all files of a shard."""
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+class Shard:
+    """A shard to read from. Made by `open_shard`, which checks it.
+
+    Can be sent to other processes: it opens its arrays again when they are first needed there. The
+    small arrays are kept once read; `close` lets go of them.
+    """
+
+    def __init__(self, path: Path, attributes: dict[str, Any]):
+        self.path = path
+        self.attributes = attributes
+        self.identity = _identity(attributes)
+        self.taps: list[int] = attributes["taps"]  # layer ids
+        self.counts: dict[str, int] = attributes["counts"]
+
+    def __len__(self) -> int:
+        return self.counts["documents"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: self.__dict__[k] for k in ("path", "attributes", "identity", "taps", "counts")}
+
+    def close(self) -> None:
+        """Forget the arrays; they are opened again when needed."""
+        self.__dict__ = self.__getstate__()
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [N + 1]: where each document starts, and the total."""
+        offsets = self._rows("offsets")
+        tokens = self.counts["tokens"]
+        if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
+            raise self._damaged(f"offsets do not rise from 0 to the {tokens} tokens")
+        return offsets
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int64 [N]: tokens of each document."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def sample_ids(self) -> list[str]:
+        """The documents' ids, in order."""
+        ids = [row.tobytes().decode("latin-1") for row in self._id_bytes]
+        if len(set(ids)) != len(ids) or not all(SAMPLE_ID.fullmatch(i) for i in ids):
+            raise self._damaged("sample ids are not distinct and of 16 hexadecimal characters")
+        return ids
+
+    @property
+    def content_sha256(self) -> str:
+        """One name for all that is stored (see `_content_sha256`)."""
+        return self.attributes["content_sha256"]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return _size(self.path)
+
+    @cached_property
+    def _id_bytes(self) -> np.ndarray:
+        return self._rows("sample_id")
+
+    @cached_property
+    def _input_ids(self) -> np.ndarray:
+        ids = self._rows("input_ids")
+        if (ids < 0).any():
+            raise self._damaged("input_ids has negative values, so an object of it is missing")
+        return ids
+
+    @cached_property
+    def _loss_mask(self) -> np.ndarray:
+        mask = self._rows("loss_mask")
+        if mask.sum() != self.counts["supervised_tokens"]:
+            raise self._damaged(
+                f"loss_mask marks {mask.sum()} tokens, not {self.counts['supervised_tokens']}"
+            )
+        return mask
+
+    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """All documents laid end to end: input_ids int32 [P], loss_mask bool [P]."""
+        return self._input_ids.copy(), self._loss_mask.copy()
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """bool [S]: which tokens of document `i` the target wrote."""
+        return self._loss_mask[self._span(i)].copy()
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """int64 [N]: tokens of each document that the target wrote."""
+        return np.add.reduceat(self._loss_mask.astype(np.int64), self.offsets[:-1])
+
+    def tap_positions(self, layer_ids: Sequence[int]) -> list[int]:
+        """Where these layers are in the stored taps. Raises UserError when one is not stored."""
+        missing = [i for i in layer_ids if i not in self.taps]
+        if missing:
+            raise UserError(
+                f"{self.path}: holds the taps {self.taps}, but {missing} are asked for too; run "
+                "extract again with this drafter in the settings"
+            )
+        return [self.taps.index(i) for i in layer_ids]
+
+    def read(self, i: int, taps: Sequence[int] | None = None) -> Document:
+        """Document `i` with all taps, or those at the given positions (see `tap_positions`).
+
+        Raises UserError when anything stored is damaged or missing; nothing is ever substituted.
+        """
+        span = self._span(i)
+        hidden = self._rows("hidden", span.start, span.stop)
+        # A chunk is missing as a whole, so one value a token is enough to see it.
+        if (hidden[:, 0, 0] == FILL).any():
+            raise self._damaged("a chunk of hidden is missing", i)
+        return Document(
+            self.sample_ids[i],
+            self._input_ids[span].copy(),
+            self._loss_mask[span].copy(),
+            hidden if taps is None else hidden[:, list(taps)],
+        )
+
+    def _span(self, i: int) -> slice:
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.path}: no document {i} among {len(self)}")
+        return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+
+    def _rows(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
+        try:
+            return self._arrays[name][start:end]
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
+                raise UserError(f"{self.path}: {explain_oserror(e)}") from None
+            raise self._damaged(f"{name}: {e.strerror or e}", start=start) from None
+        except (ValueError, IndexError, TypeError, KeyError) as e:  # what Zarr's decoders raise
+            raise self._damaged(f"{name}: {e}", start=start) from None
+
+    @cached_property
+    def _arrays(self) -> dict[str, zarr.Array]:
+        names = self.attributes["arrays_sha256"]
+        return {n: zarr.open_array(str(self.path / n), mode="r", zarr_format=3) for n in names}
+
+    def _damaged(self, what: str, i: int | None = None, start: int = 0) -> UserError:
+        """An error that names the document `i`, or the one with token `start`."""
+        offsets = self.__dict__.get("offsets")
+        if i is None and offsets is not None:
+            i = int(np.searchsorted(offsets, start, side="right")) - 1
+        ids = self.__dict__.get("sample_ids")
+        where = "" if i is None else f" document {i}" + (f" (sample {ids[i]})" if ids else "") + ":"
+        return _damage(self.path, f"{where} {what}".strip())
+
+
+def open_shard(
+    path: str | Path,
+    expect: Mapping[str, Any] | None = None,
+    manifest: str | Path | None = None,
+) -> Shard:
+    """Open a shard after checking that it is whole and what is wanted; reads a few small files.
+
+    `expect` gives identity fields that must be equal (see `store_identity`, `shard_identity`). The
+    manifest (default: beside the shard) must agree when it exists. Raises UserError that names each
+    differing field or the damage.
+    """
+    path = Path(path)
+    attributes = _attributes(path)
+    _check_expected(path, _identity(attributes), expect or {})
+    for name, sha256 in attributes["arrays_sha256"].items():
+        _check_array(path, name, sha256, attributes)
+    manifest = Path(manifest) if manifest else path.with_suffix(".json")
+    if manifest.exists():
+        found, wanted = read_json(manifest), manifest_of(attributes, path)
+        if found != wanted:
+            found = found if isinstance(found, dict) else {}
+            keys = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
+            raise _damage(path, f"differs from its manifest {manifest} in {', '.join(keys)}")
+    shard = Shard(path, attributes)
+    _ = shard.offsets  # checks them
+    return shard
+
+
+def _damage(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: damaged: {what}; delete this folder and run extract again")
+
+
+def _json(path: Path, file: str) -> dict[str, Any]:
+    try:
+        data = json.loads((path / file).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damage(path, f"{file} is missing") from None
+    except (ValueError, RecursionError) as e:
+        raise _damage(path, f"{file} is not JSON ({e})") from None
+    if not isinstance(data, dict):
+        raise _damage(path, f"{file} is not a JSON object")
+    return data
+
+
+def _attributes(path: Path) -> dict[str, Any]:
+    """The group's attributes, once their format, version and hash are right."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such shard; run the extract stage, which writes it")
+    group = _json(path, "zarr.json")
+    attributes = group.get("attributes")
+    if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
+        raise UserError(f"{path}: not a {FORMAT} folder; give the path of a shard of features")
+    if attributes.get("format_version") != FORMAT_VERSION or attributes.get("codec") != "raw":
+        raise UserError(
+            f"{path}: format version {attributes.get('format_version')!r}, codec "
+            f"{attributes.get('codec')!r}; this program reads version {FORMAT_VERSION}, codec "
+            "'raw': run extract again, or use the program that wrote it"
+        )
+    rest = {k: v for k, v in attributes.items() if k != "attributes_sha256"}
+    try:
+        right = text_sha256(canonical(rest)) == attributes.get("attributes_sha256")
+    except ValueError:  # NaN is JSON to Python
+        right = False
+    if not right or group.get("zarr_format") != 3 or group.get("node_type") != "group":
+        raise _damage(path, "the attributes in zarr.json do not have the hash they name")
+    return attributes
+
+
+def _check_expected(path: Path, identity: Mapping[str, Any], expect: Mapping[str, Any]) -> None:
+    wanted = json.loads(canonical(dict(expect)))
+    differing = [
+        f"{key} is {identity.get(key, 'not recorded')!r} here, {value!r} is asked for"
+        for key, value in wanted.items()
+        if key not in identity or identity[key] != value
+    ]
+    if differing:
+        raise UserError(
+            f"{path}: features of something else: {'; '.join(differing)}; run extract again with "
+            "the present settings, or give the folder that belongs to them"
+        )
+
+
+def _check_array(path: Path, name: str, sha256: str, attributes: Mapping[str, Any]) -> None:
+    """Metadata as written, of the shape that the counts imply, and no object missing."""
+    metadata = _json(path / name, "zarr.json")
+    try:
+        right = text_sha256(canonical(metadata)) == sha256
+    except ValueError:
+        right = False
+    if not right:
+        raise _damage(path, f"{name}/zarr.json does not have the hash that the attributes name")
+    documents, tokens = attributes["counts"]["documents"], attributes["counts"]["tokens"]
+    shape = {
+        "hidden": [tokens, len(attributes["taps"]), attributes["hidden_size"]],
+        "offsets": [documents + 1],
+        "sample_id": [documents, 16],
+    }.get(name, [tokens])
+    if metadata["shape"] != shape:
+        raise _damage(path, f"{name} has shape {metadata['shape']}, the counts say {shape}")
+    grid = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    indices = [range(math.ceil(n / c)) for n, c in zip(shape, grid, strict=True)]
+    for index in itertools.product(*indices):
+        file = "/".join(("c", *map(str, index)))
+        if not (path / name / file).is_file():
+            raise _damage(path, f"{name}/{file} is missing")
+
+
+def verify(path: str | Path) -> dict[str, Any]:
+    """Read all of a shard and check every checksum, count, value and offset; returns its manifest.
+
+    Raises UserError at the first damage.
+    """
+    shard = open_shard(path)
+    _ = shard.sample_ids  # checks them
+    crc32c, hidden, tokens = 0, shard._arrays["hidden"], shard.counts["tokens"]
+    step = 16 * hidden.chunks[0]  # whole chunks, some 30 MiB
+    with progress(desc=f"verify {shard.path.name}", total=tokens, unit="tokens") as bar:
+        for start in range(0, tokens, step):
+            end = min(start + step, tokens)
+            rows = shard._rows("hidden", start, end)
+            if nonfinite(rows):
+                token = start + int(np.argwhere((rows & EXPONENT) == EXPONENT)[0, 0])
+                raise shard._damaged("hidden has a value that is not finite", start=token)
+            crc32c = _crc32c(crc32c, rows)
+            bar.update(end - start)
+    content = _content_sha256(
+        shard.offsets, shard._id_bytes, shard._input_ids, shard._loss_mask, crc32c
+    )
+    if content != shard.content_sha256:
+        raise shard._damaged("what is stored is not what the attributes' content_sha256 names")
+    return manifest_of(shard.attributes, shard.path)
+
+
+# --- command line -----------------------------------------------------------------------------
+
+
+def _inspect(path: Path) -> None:
+    shard = open_shard(path)
+    files = sum(f.is_file() for f in path.rglob("*"))
+    hidden = shard._arrays["hidden"]
+    print(f"{path}: {FORMAT} version {FORMAT_VERSION}, codec {shard.attributes['codec']}")
+    for part in ("identity", "counts", "versions"):
+        print(f"  {part}")
+        values = shard.identity if part == "identity" else shard.attributes[part]
+        for key, value in values.items():
+            print(f"    {key:<30} {value}")
+    print("  storage")
+    print(f"    {'size':<30} {shard.size / 1e6:,.1f} MB in {files} files")
+    print(f"    {'tokens a chunk, a file':<30} {hidden.chunks[0]}, {hidden.shards[0]}")
+
+
+def main(argv: list[str] | None) -> None:
+    """`inspect` prints what shards are; `verify` reads them whole. Exit status 2 for a bad one."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.features", description="Look at stored hidden states, or check them."
+    )
+    parser.add_argument("command", choices=("inspect", "verify"))
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a SHARD.zarr folder")
+    args = parser.parse_args(argv)
+    bad = 0
+    for path in args.paths:
+        try:
+            if args.command == "inspect":
+                _inspect(path)
+            else:
+                found = verify(path)
+                print(f"{path}: fine: {found['documents']} documents, {found['tokens']} tokens")
+        except UserError as e:
+            if len(args.paths) == 1:
+                raise
+            print(f"error: {e}", file=sys.stderr)
+            bad += 1
+    if bad:
+        raise UserError(f"{bad} of {len(args.paths)} shards are not fine (see above)")
+
+
+if __name__ == "__main__":
+    entrypoint(main)

@@ -1,0 +1,67 @@
+# What all rules share: the checked settings, their names as wildcards, and the lock.
+import fcntl
+
+from snakemake.exceptions import WorkflowError
+
+from dflash import config as settings
+from dflash.errors import UserError
+
+try:
+    WORKFLOW = settings.load(config)
+except UserError as e:
+    raise WorkflowError(f"settings refused: {e}") from None
+
+RESULTS = WORKFLOW.results
+SOURCES = {source.name: source for source in WORKFLOW.corpus.sources}
+
+
+wildcard_constraints:
+    source="|".join(map(re.escape, SOURCES)),
+    drafter="|".join(map(re.escape, WORKFLOW.drafters)),
+    task="|".join(map(re.escape, WORKFLOW.evaluate.tasks)),
+    shard=r"\d{5}-of-\d{5}",
+
+
+def stage(name, of=None):
+    """Params function: canonical JSON of what decides a job's result. Snakemake tracks it."""
+    return lambda wildcards: settings.stage_settings(
+        WORKFLOW, name, wildcards[of] if of else ""
+    )
+
+
+def machine(name):
+    """Params function: how a stage runs. A function of `resources` is not tracked, so that GPUs,
+    batch sizes and time limits rerun nothing."""
+    return lambda wildcards, resources: settings.machine_settings(WORKFLOW, name)
+
+
+def needs(name):
+    """Params function: the GPUs a stage was configured with, before any clamping."""
+    return lambda wildcards, resources: getattr(WORKFLOW.machine, name).gpu
+
+
+def minutes(name):
+    """Resources function: the time limit, growing with each retry."""
+    return lambda wildcards, attempt: getattr(WORKFLOW.machine, name).runtime * attempt
+
+
+def all_shards(pattern):
+    """The files of all shards of all sources."""
+    return [
+        f"{RESULTS}/{pattern}".format(source=name, shard=shard)
+        for name, source in SOURCES.items()
+        for shard in settings.shard_names(source.shards)
+    ]
+
+
+onstart:
+    # Snakemake's own lock outlives a killed run and then wants --unlock (the profiles turn it off);
+    # this one is held by the kernel for exactly as long as this process lives.
+    Path(RESULTS).mkdir(parents=True, exist_ok=True)
+    workflow.dflash_lock = open(f"{RESULTS}/.lock", "w")
+    try:
+        fcntl.flock(workflow.dflash_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise WorkflowError(
+            f"another snakemake run is working on {RESULTS}; wait for it or stop it"
+        ) from None

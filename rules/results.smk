@@ -1,0 +1,109 @@
+# What a drafter is worth: real decoding, the published checkpoint, the report.
+
+
+rule evaluate:
+    """Decode a task's prompts with one drafter; acceptance, speed-up, identity of the outputs."""
+    input:
+        identity=f"{RESULTS}/target/identity.json",
+        drafter=f"{RESULTS}/drafters/{{drafter}}/model.safetensors",
+        prompts=lambda wildcards: (
+            WORKFLOW.evaluate.tasks[wildcards.task].path
+            or expand(f"{RESULTS}/corpus/{{source}}.parquet", source=SOURCES)
+        ),
+    output:
+        f"{RESULTS}/evaluate/{{drafter}}/{{task}}.json",
+    params:
+        settings=stage("evaluate", of="task"),
+        machine=machine("evaluate"),
+        needs=needs("evaluate"),
+        drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
+    log:
+        f"{RESULTS}/logs/evaluate/{{drafter}}.{{task}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/evaluate/{{drafter}}.{{task}}.tsv"
+    conda:
+        "../envs/dflash.yaml"
+    threads: WORKFLOW.machine.evaluate.threads
+    resources:
+        gpu=WORKFLOW.machine.evaluate.gpu,
+        mem_mb=WORKFLOW.machine.evaluate.mem_mb,
+        runtime=minutes("evaluate"),
+    message:
+        "evaluate: {wildcards.drafter} on {wildcards.task}"
+    shell:
+        "python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
+        " python -m dflash.evaluate --settings {params.settings:q} --machine {params.machine:q}"
+        " --identity {input.identity:q} --drafter {params.drafter:q} --task {wildcards.task:q}"
+        " --prompts {input.prompts:q} --threads {threads} --out {output:q} 2>&1 | tee {log:q}"
+
+
+rule export:
+    """Write the drafter as the published checkpoint that serving engines load."""
+    input:
+        f"{RESULTS}/drafters/{{drafter}}/model.safetensors",
+        f"{RESULTS}/drafters/{{drafter}}/config.json",
+    output:
+        directory(f"{RESULTS}/export/{{drafter}}"),
+    params:
+        settings=stage("export"),
+        drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
+    log:
+        f"{RESULTS}/logs/export/{{drafter}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/export/{{drafter}}.tsv"
+    conda:
+        "../envs/dflash.yaml"
+    threads: WORKFLOW.machine.export.threads
+    resources:
+        gpu=0,
+        mem_mb=WORKFLOW.machine.export.mem_mb,
+        runtime=minutes("export"),
+    message:
+        "export: {wildcards.drafter}"
+    shell:
+        "python -m dflash.export --settings {params.settings:q} --drafter {params.drafter:q}"
+        " --out {output:q} 2>&1 | tee {log:q}"
+
+
+rule report:
+    """Draw the report and write the summary."""
+    input:
+        identity=f"{RESULTS}/target/identity.json",
+        corpus=expand(f"{RESULTS}/corpus/{{source}}.json", source=SOURCES),
+        tokens=all_shards("tokens/{source}/{shard}.json"),
+        features=all_shards("features/{source}/{shard}.json"),
+        training=expand(
+            f"{RESULTS}/drafters/{{drafter}}/training.json", drafter=WORKFLOW.drafters
+        ),
+        evaluations=expand(
+            f"{RESULTS}/evaluate/{{drafter}}/{{task}}.json",
+            drafter=WORKFLOW.drafters,
+            task=WORKFLOW.evaluate.tasks,
+        ),
+        exports=expand(f"{RESULTS}/export/{{drafter}}", drafter=WORKFLOW.drafters),
+    output:
+        html=f"{RESULTS}/report.html",
+        summary=f"{RESULTS}/summary.json",
+    params:
+        settings=stage("report"),
+        benchmarks=lambda wildcards, resources: f"{RESULTS}/benchmarks",
+        exports=lambda wildcards, input: [f"{folder}/config.json" for folder in input.exports],
+    log:
+        f"{RESULTS}/logs/report.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/report/report.tsv"
+    conda:
+        "../envs/dflash.yaml"
+    threads: WORKFLOW.machine.report.threads
+    resources:
+        gpu=0,
+        mem_mb=WORKFLOW.machine.report.mem_mb,
+        runtime=minutes("report"),
+    message:
+        "report"
+    shell:
+        "python -m dflash.report --settings {params.settings:q} --identity {input.identity:q}"
+        " --corpus {input.corpus:q} --tokens {input.tokens:q} --features {input.features:q}"
+        " --training {input.training:q} --evaluations {input.evaluations:q}"
+        " --exports {params.exports:q} --benchmarks {params.benchmarks:q}"
+        " --html {output.html:q} --summary {output.summary:q} 2>&1 | tee {log:q}"
