@@ -11,7 +11,6 @@ split is a hash of that id, so neither depends on the other rows.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -88,7 +87,7 @@ def select_per_kind(prompts: list[Prompt], n: int | None) -> list[Prompt]:
     """
 
     def rank(p: Prompt) -> str:
-        return hashlib.sha256(f"select/{p.sample_id}".encode()).hexdigest()
+        return text_sha256("select/" + p.sample_id)
 
     kinds = sorted({p.kind for p in prompts})
     return [

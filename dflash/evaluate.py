@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from dflash import config, target
-from dflash.corpus import Prompt, load_task, read_prompts, select_per_kind
+from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
 from dflash.decode import Response, generate
 from dflash.drafter import DTYPES, Drafter, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
 from dflash.progress import progress
-from dflash.regenerate import answer
+from dflash.regenerate import answers
 
 
 def acceptance(cycles_of: Iterable[list[int]], block_size: int) -> dict[str, Any]:
@@ -143,15 +143,9 @@ def measure(
     responses = decode_all(model, drafter, prompts, settings, eos, machine.batch_size)
     checked = settings.dtype == "float32"  # in bf16 near-ties differ, so identity says nothing
     if checked:
-        own = answer(
-            model,
-            [p.prompt_ids for p in prompts],
-            max_new_tokens=settings.max_new_tokens,
-            eos_token_ids=eos,
-            pad_token_id=identity.pad_token_id,
-            batch_size=machine.batch_size,
-            desc="check",
-        )
+        greedy = config.Regenerate(max_new_tokens=settings.max_new_tokens)
+        with progress(desc="check", total=len(prompts), unit="prompts") as bar:
+            own = answers(model, identity, prompts, greedy, machine.batch_size, bar)
     rows = [
         {
             "sample_id": prompt.sample_id,
@@ -161,9 +155,9 @@ def measure(
             "tokens": len(response.tokens),
             "tokens_sha256": text_sha256(config.canonical(response.tokens)),
             "cycles": response.cycles,
-            "identical": response.tokens == own[i] if checked else None,
+            "identical": response.tokens == own[prompt.sample_id] if checked else None,
         }
-        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        for prompt, response in zip(prompts, responses, strict=True)
     ]
     timed = time_some(
         model, drafter, select_per_kind(prompts, settings.timed_prompts_per_kind), settings, eos
@@ -194,6 +188,7 @@ def measure(
 
 
 def task_prompts(
+    name: str,
     task: config.Task,
     parquets: list[str],
     corpus: dict[str, Any],
@@ -203,8 +198,10 @@ def task_prompts(
     """The prompts of a task: a file of its own, or the held-out prompts of all sources."""
     if task.path is not None:
         tokenizer = target.load_tokenizer(identity, trust_remote_code)
-        prompts = load_task(
-            task.path, tokenizer, corpus["max_prompt_tokens"], corpus["enable_thinking"]
+        prompts, counts = load_jsonl_prompts(task.path, tokenizer, source=name, **corpus)
+        print(
+            f"task {name}: {counts.kept} prompts of {task.path}; {counts.too_long} too long and "
+            f"{counts.duplicates} repeated ones left out"
         )
     else:
         every = [p for path in sorted(parquets) for p in read_prompts(path)]
@@ -238,7 +235,7 @@ def main(argv: list[str] | None) -> None:
     identity = target.read_identity(args.identity)
     trust = raw.get("trust_remote_code", False)
     corpus = config.Corpus().model_dump(include={"max_prompt_tokens", "enable_thinking"})
-    prompts = task_prompts(task, args.prompts, corpus | raw.get("corpus", {}), identity, trust)
+    prompts = task_prompts(args.task, task, args.prompts, corpus | raw.get("corpus", {}), identity, trust)
 
     device, dtype = target.default_device(), DTYPES[settings.dtype]
     drafter = load_drafter(args.drafter, device)

@@ -70,8 +70,8 @@ def select(
         low, high = (row.input_ids.min(), row.input_ids.max()) if len(row.input_ids) else (0, 0)
         if low < 0 or high >= vocab_size:
             raise UserError(
-                f"{where}: sample {row.sample_id} holds tokens {low} to {high}, the target has 0 to "
-                f"{vocab_size - 1}: delete the file and run the regenerate stage again"
+                f"{where}: sample {row.sample_id} holds tokens {low} to {high}, the target has 0 "
+                f"to {vocab_size - 1}: delete the file and run the regenerate stage again"
             )
         ids, mask = row.input_ids[:max_tokens], row.loss_mask[:max_tokens]
         if len(ids) < 2:

@@ -560,7 +560,8 @@ class Shard:
                 raise UserError(f"{self.path}: {explain_oserror(e)}") from None
             raise self._damaged(f"{name}: {e.strerror or e}", start=start) from None
         except (ValueError, IndexError, TypeError, KeyError) as e:  # what Zarr's decoders raise
-            raise self._damaged(f"{name}: {e}", start=start) from None
+            what = "a checksum is wrong" if "checksum" in str(e) else str(e)
+            raise self._damaged(f"{name}: {what}", start=start) from None
 
     @cached_property
     def _arrays(self) -> dict[str, zarr.Array]:

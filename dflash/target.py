@@ -59,6 +59,7 @@ SLOW_TOKENIZER_FILES = (
     "merges.txt",
     "added_tokens.json",
     "tekken.json",
+    "tiktoken.model",
 )
 OTHER_FILES = (
     "config.json",
@@ -273,7 +274,13 @@ def _convert_embedded(model: str, folder: Path) -> str:
         return revision
     print(f"target: converting {gguf.name} of {revision}, once, about 20 s", flush=True)
     with whole(folder, folder=True) as temporary:
-        _convert_gguf(gguf, temporary)
+        try:
+            _convert_gguf(gguf, temporary)
+        except SafetensorError as e:  # its word for a full or forbidden disk
+            raise UserError(
+                f"{folder}: the converted model cannot be written ({e}); free space or set "
+                "`results:` to another disk"
+            ) from None
         hashes = {p.name: sha256(p) for p in sorted(temporary.iterdir())}
         write_json(temporary / CONVERTED, {"source": revision, "sha256": hashes})
     return revision
@@ -317,9 +324,9 @@ def identify(model: str, folder: Path, revision: str, trust_remote_code: bool = 
     folder = folder.resolve()
     config = _config(folder, trust_remote_code)
     weights = _weight_files(folder)
+    vocabulary = _vocabulary_files(folder)
     tokenizer = _tokenizer(folder, trust_remote_code)
     template = _chat_template(tokenizer, folder)
-    vocabulary = _vocabulary_files(folder)
     shell = _shell(config, folder, trust_remote_code)
     generation = _generation_defaults(folder)
     embedding, head = _end_tensors(shell, folder)
@@ -351,11 +358,24 @@ def _one_line(e: Exception) -> str:
     return " ".join(str(e).split()).split(". ")[0][:200]
 
 
+def _model_json(file: Path) -> dict[str, Any]:
+    """A JSON file that came with the model."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(
+            f"{file}: not JSON ({e}); fetch it again from where the model came"
+        ) from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: holds no object; fetch it again from where the model came")
+    return data
+
+
 def _config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"{folder}: holds no config.json; give the folder of a saved model")
-    read_json(file)  # a damaged one gets the usual sentence
+    _model_json(file)  # transformers' own word for a damaged one is long
     try:
         config = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -379,7 +399,7 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(_model_json(index).get("weight_map", {}).values()))
         missing = [n for n in names if not (folder / n).is_file()]
         if missing:
             raise UserError(f"{folder}: {missing[0]}, named in {index.name}, is missing; fetch it")
@@ -438,7 +458,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
 
 def _generation_defaults(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
-    return read_json(file) if file.is_file() else {}
+    return _model_json(file) if file.is_file() else {}
 
 
 def _shell(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> PreTrainedModel:

@@ -270,18 +270,10 @@ def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
 def open_features(manifests: list[str], identity: target.Identity, ids: list[int]):
     """Open the shards behind some manifests, refuse those of another target, find our taps."""
     expect = store_identity(identity)
-    shards = [open_shard(Path(m).with_suffix(".zarr"), expect) for m in manifests]
-    positions = []
-    for manifest, shard in zip(manifests, shards, strict=True):
-        missing = [t for t in ids if t not in shard.taps]
-        if missing:
-            raise UserError(
-                f"{manifest}: taps {missing} are not stored (there are {shard.taps}); run the "
-                "extraction again with this drafter in the settings"
-            )
-        positions.append([shard.taps.index(t) for t in ids])
+    shards = [open_shard(Path(m).with_suffix(".zarr"), expect, Path(m)) for m in manifests]
+    positions = [shard.tap_positions(ids) for shard in shards]
     if any(p != positions[0] for p in positions):
-        raise UserError("the feature shards hold different taps; run the extraction again")
+        raise UserError("the feature shards hold different taps; run extract again")
     return shards, positions[0]
 
 
@@ -414,7 +406,7 @@ def one_step(
     for packed in packs:
         total, correct = pack_loss(drafter, packed, head, machine, DTYPES[training.dtype])
         (total / mass).backward()
-        loss_sum += float(total)
+        loss_sum += float(total.detach())
         accepted += int(accepted_by_position(correct).sum())
         blocks += packed.layout.num_blocks
     norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if packs else 0.0
@@ -500,7 +492,8 @@ def main(argv: list[str] | None) -> None:
         raise SystemExit(STATUS_INTERRUPTED) from None
     with whole(args.out, folder=True) as folder:
         save_drafter(folder, drafter, "float32")
-        write_json(folder / "training.json", {"name": args.name, "run": run.name, **facts})
+        shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
+        write_json(folder / "training.json", {**shape, **facts})
     held.close()
     last = facts["history"][-1] if facts["history"] else {}
     print(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dflash.errors import entrypoint
 from dflash.target import Identity, identify
 
 torch.set_num_threads(1)  # the models are tiny and the cores shared
@@ -109,6 +111,18 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(model, tmp_path_factory.mktemp("models") / "tiny_qwen3", end_factor=2)
 
 
+@pytest.fixture(params=["tiny_llama", "tiny_qwen3"])
+def tiny(request: pytest.FixtureRequest) -> Path:
+    """Each of the two folders in turn."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """A function: folder of a model -> path of a copy that a test may change."""
+    return lambda folder: Path(shutil.copytree(folder, tmp_path / "copy" / folder.name))
+
+
 @pytest.fixture(scope="session")
 def identity_of() -> Callable[[Path], Identity]:
     """A function: folder of a model -> its Identity."""
@@ -127,3 +141,22 @@ def identity_file(
         return path
 
     return write
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """A function: a stage's main and its arguments -> the one sentence with which it refuses them.
+
+    The stage must end as its entrypoint does: exit status 2 and, but for progress bars, one line.
+    """
+
+    def run(main: Callable[[list[str]], None], *argv: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            entrypoint(lambda _: main([str(a) for a in argv]))
+        assert end.value.code == 2
+        lines = [x for x in capsys.readouterr().err.splitlines() if "%|" not in x]
+        assert len(lines) == 1 and lines[0].startswith("error: "), lines
+        return lines[0].removeprefix("error: ")
+
+    return run

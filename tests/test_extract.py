@@ -1,0 +1,374 @@
+"""Extraction: every stored tap is the target's own hidden state of the document alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dflash import extract, features
+from dflash.errors import UserError
+from dflash.features import open_shard
+from dflash.regenerate import TokenRow, write_tokens
+from dflash.taps import Taps
+
+LENGTHS = [33, 5, 70, 33, 2, 48, 17, 64]
+TAPS = [0, 2, 3]
+SETTINGS = {
+    "stage": "extract",
+    "version": 1,
+    "taps": TAPS,
+    "dtype": "float32",
+    "trust_remote_code": False,
+    "max_tokens": 100,
+}
+
+
+def some_rows(lengths: list[int] = LENGTHS, prompt: int = 1) -> list[TokenRow]:
+    """Rows whose first `prompt` tokens are the prompt's."""
+    rng = np.random.default_rng(3)
+    return [
+        TokenRow(
+            f"{rng.integers(1 << 62):016x}",
+            "quick",
+            "code",
+            "train",
+            rng.integers(4, 320, n).astype(np.int32),
+            np.arange(n) >= prompt,
+        )
+        for n in lengths
+    ]
+
+
+@pytest.fixture(params=["tiny_llama", "tiny_qwen3"])  # one tied, one untied
+def folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_llama: Path, identity_file: Callable[[Path], Path]) -> Callable:
+    """Runs the stage on rows as Snakemake would; returns the path of the shard."""
+
+    def go(
+        rows: list[TokenRow] | None,
+        folder: Path = tiny_llama,
+        batch_tokens: int = 200,
+        out: Path = tmp_path / "features" / "quick" / "00000-of-00001.zarr",
+        **settings,
+    ) -> Path:
+        tokens = tmp_path / "tokens.parquet"
+        if rows is not None:
+            write_tokens(tokens, rows)
+        extract.main(
+            [
+                *("--settings", json.dumps(SETTINGS | settings)),
+                *("--machine", json.dumps({"batch_tokens": batch_tokens})),
+                *("--identity", str(identity_file(folder))),
+                *("--tokens", str(tokens), "--threads", "1"),
+                *("--out", str(out), "--manifest", str(out.with_suffix(".json"))),
+            ]
+        )
+        return out
+
+    return go
+
+
+def alone(model: nn.Module, row: TokenRow, taps: list[int] = TAPS) -> torch.Tensor:
+    """The slow obvious way: one document, every layer's output; [S, T, H] float32."""
+    ids = torch.from_numpy(row.input_ids).long()[None]
+    caught = []
+    handle = model.model.norm.register_forward_pre_hook(lambda _, x: caught.append(x[0][0]))
+    with torch.inference_mode():
+        states = model(ids, output_hidden_states=True).hidden_states
+    handle.remove()
+    last = len(model.model.layers) - 1  # Hugging Face gives it after the final norm
+    return torch.stack([caught[0] if i == last else states[i + 1][0] for i in taps], 1)
+
+
+def ulps(bits: np.ndarray, exact: torch.Tensor) -> np.ndarray:
+    """Distance in bf16 steps between stored bits and the rounded exact values."""
+
+    def rank(x: np.ndarray) -> np.ndarray:  # monotone in the value
+        x = x.astype(np.int32)
+        return np.where(x & 0x8000, -(x & 0x7FFF), x)
+
+    return abs(rank(bits) - rank(exact.to(torch.bfloat16).view(torch.uint16).numpy()))
+
+
+def as_float(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits).view(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 150, 10_000])
+def test_every_tap_equals_the_models_own(run, folder, batch_tokens):
+    rows = {row.sample_id: row for row in some_rows()}
+    shard = open_shard(run(list(rows.values()), folder, batch_tokens))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert set(shard.sample_ids) == set(rows) and len(shard) == len(LENGTHS)
+    for i in range(len(shard)):
+        document = shard.read(i)
+        row = rows[document.sample_id]
+        exact = alone(model, row)
+        assert np.array_equal(document.input_ids, row.input_ids)
+        assert np.array_equal(document.loss_mask, row.loss_mask)
+        # Values near zero next to large ones may round to another neighbour: by one step at most,
+        # unless they vanish beside the row's size.
+        away = ulps(document.hidden, exact)
+        tiny = (exact.abs() < 1e-4 * exact.abs().amax()).numpy()
+        assert away[~tiny].max() <= 1 and (away > 0).mean() < 0.01
+        stored = as_float(document.hidden)
+        cosine = nn.functional.cosine_similarity(stored, exact, dim=-1)
+        assert cosine.min() > 0.9999
+        for t, wrong in ((0, 1), (1, 1), (1, 3), (2, 2)):  # a neighbouring layer must not pass
+            other = alone(model, row, [wrong])[:, 0]
+            assert nn.functional.cosine_similarity(stored[:, t], other, dim=-1).mean() < 0.999
+
+
+def test_bfloat16_compute(run, folder):
+    rows = {row.sample_id: row for row in some_rows()}
+    shard = open_shard(run(list(rows.values()), folder, dtype="bfloat16"))
+    assert shard.identity["compute_dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for i in range(len(shard)):
+        document = shard.read(i)
+        exact = alone(model, rows[document.sample_id])
+        cosine = nn.functional.cosine_similarity(as_float(document.hidden), exact, dim=-1)
+        assert cosine.min() > 0.99
+
+
+def test_order_is_fixed_and_batches_do_not_matter(run, tmp_path):
+    rows = some_rows()
+    expected = [r.sample_id for r in sorted(rows, key=lambda r: (-len(r.input_ids), r.sample_id))]
+    one = open_shard(run(rows, batch_tokens=1))
+    many = open_shard(run(rows[::-1], batch_tokens=5000, out=tmp_path / "b.zarr"))
+    assert one.sample_ids == many.sample_ids == expected
+    for i in range(len(one)):
+        a, b = as_float(one.read(i).hidden), as_float(many.read(i).hidden)
+        assert torch.allclose(a, b, rtol=0.01, atol=1e-3)
+
+
+def test_identity_and_counts(run, folder, identity_file, tmp_path, capsys):
+    target = extract.read_identity(identity_file(folder))
+    rows = some_rows([20, 30, 40, 1, 25])
+    rows += [TokenRow("f" * 16, "quick", "code", "train", rows[0].input_ids, np.arange(20) > 90)]
+    late = TokenRow("e" * 16, "quick", "code", "train", rows[2].input_ids, np.arange(40) >= 25)
+    path = run([*rows, late], folder, max_tokens=25)
+    shard = open_shard(path, features.store_identity(target))
+    said = capsys.readouterr().out
+    assert shard.counts == {
+        "documents": 4,
+        "tokens": 20 + 25 + 25 + 25,
+        "supervised_tokens": 19 + 24 * 3,
+        "documents_cut": 2,
+        "documents_too_short": 1,
+        "documents_without_supervision": 2,
+    }
+    assert "4 documents, 2 cut at 25 tokens, 1 of fewer than 2 tokens left out, 2 without a" in said
+    assert "95 tokens" in said and " MB, " in said and "tokens/s on cpu" in said
+    assert shard.identity["model"] == str(folder) and shard.taps == TAPS
+    assert shard.identity["weights_sha256"] == target.weights_sha256
+    cut = {len(r.input_ids): r for r in rows}[40]
+    got = shard.read(shard.sample_ids.index(cut.sample_id))
+    assert np.array_equal(got.input_ids, cut.input_ids[:25])
+
+
+def test_nothing_left(run):
+    with pytest.raises(UserError, match="no document is left.*1 have fewer than two tokens and 1 "):
+        run([*some_rows([1]), *some_rows([30, 20], prompt=20)[1:]])
+    with pytest.raises(UserError, match="among the first 9; raise `extract.max_tokens`"):
+        run(some_rows([20], prompt=10), max_tokens=9)
+
+
+def test_tokens_of_another_vocabulary(run):
+    rows = some_rows([10])
+    rows[0].input_ids[4] = 320
+    with pytest.raises(UserError, match=rf"sample {rows[0].sample_id} holds tokens .* to 320, the"):
+        run(rows)
+
+
+def test_the_same_sample_twice(run):
+    row = some_rows([10])[0]
+    with pytest.raises(UserError, match=f"sample {row.sample_id} occurs twice"):
+        run([row, row])
+
+
+def test_damaged_or_missing_tokens(run, tmp_path):
+    with pytest.raises(UserError, match="tokens.parquet"):
+        run(None)
+    (tmp_path / "tokens.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="tokens.parquet"):
+        run(None)
+    pq.write_table(pa.table({"sample_id": ["a"]}), tmp_path / "tokens.parquet")
+    with pytest.raises(UserError, match="tokens.parquet"):
+        run(None)
+
+
+def test_wrong_settings(run):
+    with pytest.raises(UserError, match=r"taps \[0, 4\]: expected layer ids from 0 to 3"):
+        run(some_rows(), taps=[0, 4])
+    with pytest.raises(UserError, match="--settings: `taps`"):
+        run(some_rows(), taps=[])
+    with pytest.raises(UserError, match="unknown key `maximum`"):
+        run(some_rows(), maximum=3)
+
+
+def test_a_finished_shard_is_left_alone(run, monkeypatch, capsys):
+    rows = some_rows()
+    path = run(rows)
+    before = {f: f.stat().st_mtime_ns for f in path.rglob("*")}
+    with monkeypatch.context() as m:
+        m.setattr(extract, "load_model", lambda *_: pytest.fail("loaded the model again"))
+        run(rows, batch_tokens=77)
+    assert "already there and whole; nothing to do" in capsys.readouterr().out
+    assert {f: f.stat().st_mtime_ns for f in path.rglob("*")} == before
+    # Other settings, other tokens, or damage: made again, saying why.
+    for change, words in (
+        (lambda: run(rows, taps=[1]), "taps is [0, 2, 3] here, [1] is asked for"),
+        (lambda: run(rows[:5], taps=[1]), "tokens_sha256 is"),
+        (lambda: (os.truncate(path / "hidden/c/0/0/0", 99), run(rows[:5], taps=[1])), "damaged"),
+    ):
+        change()
+        said = capsys.readouterr().out
+        assert "making the shard anew, because" in said and words in said
+    shard = open_shard(path)
+    assert shard.taps == [1] and len(shard) == 5 and shard.read(4)
+    path.with_suffix(".json").unlink()  # killed between shard and manifest
+    run(rows[:5], taps=[1])
+    assert path.with_suffix(".json").exists()
+
+
+class Memory:
+    """Stands before a model's first layer and lets only so many tokens pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int):
+        self.tokens, self.passed, load = tokens, [], extract.load_model
+
+        def limited(*args):
+            model = load(*args)
+            model.model.layers[1].register_forward_pre_hook(self)
+            return model
+
+        monkeypatch.setattr(extract, "load_model", limited)
+
+    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        size = inputs[0].shape[0] * inputs[0].shape[1]
+        if size > self.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.passed.append(size)
+
+
+def test_out_of_memory_halves_the_batch(run, tmp_path, monkeypatch, capfd):
+    rows = some_rows()
+    whole = open_shard(run(rows, batch_tokens=10_000, out=tmp_path / "whole.zarr"))
+    memory = Memory(monkeypatch, tokens=140)
+    shard = open_shard(run(rows, batch_tokens=10_000))
+    said = [x for x in capfd.readouterr().err.splitlines() if "out of memory" in x]
+    assert "560 tokens at once, going on with 280; set `machine.extract.batch_tokens`" in said[0]
+    assert len(said) == 2 and len(memory.passed) >= 3
+    assert shard.sample_ids == whole.sample_ids
+    for i in range(len(shard)):
+        a, b = as_float(shard.read(i).hidden), as_float(whole.read(i).hidden)
+        assert torch.allclose(a, b, rtol=0.01, atol=1e-3)
+
+
+def test_one_document_that_does_not_fit(run, tmp_path, monkeypatch):
+    Memory(monkeypatch, tokens=69)
+    longest = max(some_rows(), key=lambda row: len(row.input_ids))
+    with pytest.raises(UserError, match=rf"sample {longest.sample_id}: not even this one doc"):
+        run(some_rows(), batch_tokens=300)
+    assert list((tmp_path / "features" / "quick").iterdir()) == []
+
+
+def test_other_runtime_errors_are_not_swallowed(run, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(extract, "run_decoder", fail)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        run(some_rows())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])  # which rounds to inf
+def test_nonfinite_features_stop_the_shard(run, tmp_path, monkeypatch, value):
+    rows, load = some_rows(), extract.load_model
+
+    def spoil(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[0, 3, 5] = value  # the first document of each batch
+        return output
+
+    def spoiled(*args):
+        model = load(*args)
+        model.model.layers[3].register_forward_hook(spoil)
+        return model
+
+    monkeypatch.setattr(extract, "load_model", spoiled)
+    longest = max(rows, key=lambda row: len(row.input_ids))
+    name = "NaN" if value != value else "infinity"
+    expected = (
+        rf"sample {longest.sample_id}: the target's layer 3 gave {name} at token 3, channel 5"
+    )
+    with pytest.raises(UserError, match=expected):
+        run(rows)
+    assert list((tmp_path / "features" / "quick").iterdir()) == []
+
+
+def test_padding_never_shows(folder):
+    rows = some_rows()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with Taps(model, TAPS) as taps:
+        one, other = (extract.forward(model, taps, rows, pad_id) for pad_id in (0, 311))
+    assert one.shape == (len(rows), max(LENGTHS), len(TAPS), 64)
+    for i, n in enumerate(LENGTHS):
+        assert np.array_equal(one[i, :n], other[i, :n])
+        assert n == max(LENGTHS) or not np.array_equal(one[i, n:], other[i, n:])
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [(errno.EROFS, "the file system is read-only"), (errno.ENOSPC, "the disk is full")],
+)
+def test_results_folder_that_cannot_be_written(
+    run, tmp_path, monkeypatch, capsys, number, words, tiny_llama, identity_file
+):
+    write_tokens(tmp_path / "tokens.parquet", some_rows())
+    out = tmp_path / "out" / "a.zarr"
+    mkdir = os.mkdir
+
+    def refuse(path, *args, **kwargs):
+        if str(tmp_path / "out") in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return mkdir(path, *args, **kwargs)
+
+    argv = ["extract", "--settings", json.dumps(SETTINGS), "--threads", "1"]
+    argv += ["--identity", str(identity_file(tiny_llama)), "--out", str(out)]
+    argv += ["--tokens", str(tmp_path / "tokens.parquet")]
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as e:
+        extract.entrypoint(extract.main)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert e.value.code == 2 and last.startswith("error: ") and words in last
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_those_of_the_workflow():
+    """`config.stage_settings` and this stage agree on the keys."""
+    from dflash import config
+
+    workflow = config.demo_workflow()
+    raw = json.loads(config.stage_settings(workflow, "extract"))
+    settings = config.check(extract.StageSettings, raw, "--settings")
+    assert settings.taps and settings.max_tokens == workflow.extract.max_tokens
+    machine = json.loads(config.machine_settings(workflow, "extract"))
+    assert config.check(config.ExtractMachine, machine, "--machine").batch_tokens > 0

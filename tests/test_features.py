@@ -1,0 +1,616 @@
+"""The feature store: exact, whole or absent, and never wrong without saying so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from dflash import features
+from dflash.errors import UserError
+from dflash.features import Document, layout, open_shard, verify, write_shard
+
+T, H = 2, 8
+SMALL = dict(chunk_bytes=512, slab_chunks=4)  # 16 tokens a chunk, 64 a file
+IDENTITY = {
+    "model": "./target",
+    "revision": "local",
+    "weights_sha256": "a" * 64,
+    "tokenizer_sha256": "b" * 64,
+    "chat_template_sha256": "c" * 64,
+    "num_hidden_layers": 4,
+    "hidden_size": H,
+    "tap_convention": features.TAP_CONVENTION,
+    "logical_dtype": "bfloat16",
+    "taps": [1, 3],
+    "last_hidden": None,
+    "compute_dtype": "bfloat16",
+    "settings_sha256": "d" * 64,
+    "tokens_sha256": "e" * 64,
+}
+FINITE = np.array([b for b in range(1 << 16) if b & 0x7F80 != 0x7F80], np.uint16)
+
+
+def some_documents(lengths: list[int], seed: int = 0) -> list[Document]:
+    rng = np.random.default_rng(seed)
+    return [
+        Document(
+            f"{rng.integers(1 << 62):016x}",
+            rng.integers(0, 300, n).astype(np.int32),
+            rng.random(n) < 0.5,
+            rng.choice(FINITE, (n, T, H)),
+        )
+        for n in lengths
+    ]
+
+
+def write(path: Path, documents: list[Document], **options) -> None:
+    tokens = sum(len(d.input_ids) for d in documents)
+    with write_shard(path, IDENTITY, len(documents), tokens, **(SMALL | options)) as writer:
+        for document in documents:
+            writer.add(document)
+
+
+def equal(a: Document, b: Document) -> bool:
+    return a.sample_id == b.sample_id and all(
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in ((getattr(a, k), getattr(b, k)) for k in ("input_ids", "loss_mask", "hidden"))
+    )
+
+
+LENGTHS = [40, 1, 63, 64, 65, 17, 3, 100]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return some_documents(LENGTHS)
+
+
+@pytest.fixture
+def path(tmp_path: Path, documents: list[Document]) -> Path:
+    path = tmp_path / "00000-of-00001.zarr"
+    write(path, documents)
+    return path
+
+
+# --- what is written is what is read ------------------------------------------------------------
+
+
+def test_round_trip_of_ragged_documents_over_several_files(path, documents):
+    shard = open_shard(path, IDENTITY)
+    assert len(shard) == len(documents)
+    assert shard.sample_ids == [d.sample_id for d in documents]
+    assert shard.lengths.dtype == np.int64 and list(shard.lengths) == LENGTHS
+    assert list(shard.supervised) == [d.loss_mask.sum() for d in documents]
+    assert shard.taps == [1, 3] and shard.identity == IDENTITY
+    assert all(equal(shard.read(i), d) for i, d in enumerate(documents))
+    assert len(list((path / "hidden" / "c").glob("*/0/0"))) == 6  # files of 353 tokens, 64 each
+    ids, mask = shard.tokens()
+    assert np.array_equal(ids, np.concatenate([d.input_ids for d in documents]))
+    assert np.array_equal(mask, np.concatenate([d.loss_mask for d in documents]))
+    assert np.array_equal(shard.loss_mask(4), documents[4].loss_mask)
+    with pytest.raises(IndexError):
+        shard.read(len(documents))
+
+
+def test_every_finite_bf16_pattern_survives(tmp_path):
+    hidden = np.resize(FINITE, (len(FINITE) // (T * H) + 1, T, H))  # both zeros, subnormals, all
+    n = len(hidden)
+    document = Document("0" * 16, np.zeros(n, np.int32), np.ones(n, bool), hidden)
+    write(tmp_path / "a.zarr", [document], slab_chunks=64)
+    assert equal(open_shard(tmp_path / "a.zarr").read(0), document)
+
+
+def test_all_other_patterns_are_refused():
+    others = sorted(set(range(1 << 16)) - set(FINITE.tolist()))
+    assert len(others) == 256 and not features.nonfinite(FINITE)
+    assert all(features.nonfinite(np.array([0, b, 1], np.uint16)) for b in others)
+
+
+def test_some_taps_in_any_order(path, documents):
+    shard = open_shard(path)
+    assert shard.tap_positions([3]) == [1] and shard.tap_positions([3, 1]) == [1, 0]
+    got = shard.read(2, taps=[1]).hidden
+    assert got.shape == (63, 1, H) and np.array_equal(got, documents[2].hidden[:, [1]])
+    assert np.array_equal(shard.read(2, [1, 0]).hidden, documents[2].hidden[:, ::-1])
+    with pytest.raises(UserError, match=r"holds the taps \[1, 3\], but \[2\] are asked for"):
+        shard.tap_positions([1, 2])
+
+
+def test_an_all_false_mask_and_zero_hidden_are_kept(tmp_path):
+    """Equal to a fill value of the format: must still be written."""
+    n = 70
+    document = Document(
+        "f" * 16, np.zeros(n, np.int32), np.zeros(n, bool), np.zeros((n, T, H), "u2")
+    )
+    write(tmp_path / "a.zarr", [document])
+    assert equal(open_shard(tmp_path / "a.zarr").read(0), document)
+    assert verify(tmp_path / "a.zarr")["supervised_tokens"] == 0
+
+
+def test_returned_arrays_are_the_callers(path, documents):
+    shard = open_shard(path)
+    got = shard.read(0)
+    got.input_ids[:] = 0
+    got.loss_mask[:] = True
+    shard.loss_mask(0)[:] = True
+    assert equal(shard.read(0), documents[0])
+
+
+def test_manifest_and_attributes(path, documents):
+    manifest = json.loads(path.with_suffix(".json").read_text())
+    tokens = sum(LENGTHS)
+    supervised = int(sum(d.loss_mask.sum() for d in documents))
+    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    shard = open_shard(path)
+    assert manifest == {
+        "shard": path.name,
+        "documents": len(LENGTHS),
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "documents_cut": 0,
+        "documents_too_short": 0,
+        "documents_without_supervision": 0,
+        "taps": [1, 3],
+        "hidden_size": H,
+        "bytes": size,
+        "content_sha256": shard.content_sha256,
+        "identity": IDENTITY,
+    }
+    assert shard.size == size and verify(path) == manifest
+    assert set(shard.attributes["versions"]) == {"dflash", "torch", "transformers", "zarr"}
+    group = zarr.open_group(str(path), mode="r", zarr_format=3)  # any Zarr reader can
+    assert group.attrs["model"] == "./target" and group.metadata.consolidated_metadata is None
+    assert group["hidden"].fill_value == 0x7FC1 and group["hidden"].shape == (tokens, T, H)
+
+
+def test_content_hash_depends_on_content_alone(tmp_path, path, documents):
+    write(tmp_path / "b.zarr", documents, slab_chunks=2)
+    same = open_shard(tmp_path / "b.zarr").content_sha256
+    assert same == open_shard(path).content_sha256
+    hidden = documents[5].hidden.copy()
+    hidden[3, 1, 2] ^= 1
+    d = documents[5]
+    changed = [*documents[:5], Document(d.sample_id, d.input_ids, d.loss_mask, hidden)]
+    write(tmp_path / "b.zarr", [*changed, *documents[6:]])
+    assert open_shard(tmp_path / "b.zarr").content_sha256 != same
+
+
+@pytest.mark.parametrize(
+    "taps, width, chunk, megabytes", [(5, 576, 256, 184), (5, 4096, 64, 320), (1, 8192, 128, 256)]
+)
+def test_layout_of_real_widths(taps, width, chunk, megabytes):
+    row = 2 * taps * width
+    found, slab = layout(10**8, row)
+    assert found == chunk and 1 << 20 < chunk * row <= 5 << 19
+    assert slab % chunk == 0 and slab * row / 2**20 == pytest.approx(megabytes, abs=5)
+
+
+def test_layout_of_few_tokens():
+    assert layout(10, 32) == (10, 10)
+    assert layout(129 * 256, 5760) == (256, 65 * 256)  # two files of 65, not 128 and 1
+    assert layout(7, 10**9) == (1, 7)
+
+
+# --- wrong documents ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits, name", [(0x7FC1, "NaN"), (0xFF80, "infinity"), (0x7F81, "NaN")])
+def test_nonfinite_is_refused_with_its_sample(tmp_path, documents, bits, name):
+    hidden = documents[3].hidden.copy()
+    hidden[50, 1, 6] = bits
+    d = documents[3]
+    bad = Document(d.sample_id, d.input_ids, d.loss_mask, hidden)
+    expected = rf"sample {d.sample_id}: the target's layer 3 gave {name} at token 50, channel 6"
+    with pytest.raises(UserError, match=expected):
+        write(tmp_path / "a.zarr", [*documents[:3], bad])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_totals_must_match(tmp_path, documents):
+    total = sum(LENGTHS)
+    for n, tokens in ((8, total + 1), (9, total)):
+        with pytest.raises(ValueError, match="announced"):
+            with write_shard(tmp_path / "a.zarr", IDENTITY, n, tokens, **SMALL) as writer:
+                for d in documents:
+                    writer.add(d)
+    for n, tokens in ((8, total - 1), (7, total)):
+        with pytest.raises(ValueError, match="more than"):
+            with write_shard(tmp_path / "a.zarr", IDENTITY, n, tokens, **SMALL) as writer:
+                for d in documents:
+                    writer.add(d)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_documents_of_the_wrong_form(tmp_path, documents):
+    d = documents[0]
+    wrong = {
+        "twice": d,
+        "16 hexadecimal": Document("x" * 16, d.input_ids, d.loss_mask, d.hidden),
+        "differ in length": Document("1" * 16, d.input_ids, d.loss_mask[:-1], d.hidden),
+        "expected uint16": Document("1" * 16, d.input_ids, d.loss_mask, d.hidden.view(np.int16)),
+        "hidden is": Document("1" * 16, d.input_ids, d.loss_mask, d.hidden[:, :1]),
+    }
+    for words, document in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            with write_shard(tmp_path / "a.zarr", IDENTITY, 2, 80, **SMALL) as writer:
+                writer.add(d)
+                writer.add(document)
+
+
+# --- another shard than the one asked for ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", list(IDENTITY))
+def test_each_identity_field_is_compared(path, field):
+    wrong = {"taps": [1, 2], "last_hidden": "before the final norm"}.get(field, "other")
+    with pytest.raises(UserError) as e:
+        open_shard(path, IDENTITY | {field: wrong})
+    assert f"{field} is {IDENTITY[field]!r} here, {wrong!r} is asked for" in str(e.value)
+    others = [f for f in IDENTITY if f != field]
+    assert not any(f"{f} is " in str(e.value) for f in others)
+
+
+def test_every_differing_field_is_named_and_unknown_ones_too(path):
+    with pytest.raises(UserError, match=r"colour is 'not recorded' .*; model is .*; revision is "):
+        open_shard(path, IDENTITY | {"model": "x", "revision": "y", "colour": "red"})
+
+
+def change_attributes(path: Path, **changes) -> None:
+    """What another version of the program might have written: the hash is right."""
+    group = json.loads((path / "zarr.json").read_text())
+    attributes = group["attributes"] | changes
+    del attributes["attributes_sha256"]
+    digest = features.text_sha256(features.canonical(attributes))
+    group["attributes"] = attributes | {"attributes_sha256": digest}
+    (path / "zarr.json").write_text(json.dumps(group))
+
+
+def test_other_formats_and_versions(path, tmp_path):
+    change_attributes(path, format_version=2)
+    with pytest.raises(UserError, match="format version 2, codec 'raw'; this program reads vers"):
+        open_shard(path)
+    change_attributes(path, format_version=1, codec="compact")
+    with pytest.raises(UserError, match="codec 'compact'"):
+        open_shard(path)
+    change_attributes(path, format="pictures")
+    with pytest.raises(UserError, match="not a dflash-features folder"):
+        open_shard(path)
+    with pytest.raises(UserError, match="no such shard; run the extract stage"):
+        open_shard(tmp_path / "none.zarr")
+    (tmp_path / "empty.zarr").mkdir()
+    with pytest.raises(UserError, match="zarr.json is missing"):
+        open_shard(tmp_path / "empty.zarr")
+
+
+def test_manifest_of_another_shard(path, tmp_path, documents):
+    write(tmp_path / "b.zarr", documents[:3])
+    shutil.copy(tmp_path / "b.json", path.with_suffix(".json"))
+    with pytest.raises(
+        UserError, match="differs from its manifest .*in bytes, content_sha256, doc"
+    ):
+        open_shard(path)
+    path.with_suffix(".json").write_text("[1]")
+    with pytest.raises(UserError, match="differs from its manifest"):
+        open_shard(path)
+    path.with_suffix(".json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        open_shard(path)
+    path.with_suffix(".json").unlink()
+    assert len(open_shard(path)) == 8
+
+
+def test_counts_that_contradict_the_arrays(path):
+    counts = open_shard(path).counts
+    path.with_suffix(".json").unlink()
+    change_attributes(path, counts=counts | {"tokens": counts["tokens"] - 1})
+    with pytest.raises(UserError, match="the counts say"):
+        open_shard(path)
+    change_attributes(path, counts=counts | {"supervised_tokens": 1})
+    with pytest.raises(UserError, match="loss_mask marks"):
+        open_shard(path).read(0)
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(f for f in path.rglob("*") if f.is_file())
+
+
+def read_all(path: Path) -> tuple:
+    shard = open_shard(path)
+    documents = [shard.read(i) for i in range(len(shard))]
+    return shard.identity, shard.counts, shard.content_sha256, documents
+
+
+def same(a: tuple, b: tuple) -> bool:
+    return a[:3] == b[:3] and len(a[3]) == len(b[3]) and all(map(equal, a[3], b[3]))
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_every_missing_file_is_noticed_when_opening(path, with_manifest):
+    if not with_manifest:
+        path.with_suffix(".json").unlink()
+    for file in files_of(path):
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(UserError, match="missing.*; delete this folder and run extract again"):
+            open_shard(path)
+        file.write_bytes(content)
+    open_shard(path)
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_every_truncated_file_is_noticed(path, with_manifest):
+    if not with_manifest:
+        path.with_suffix(".json").unlink()
+    for file in files_of(path):
+        content = file.read_bytes()
+        for size in (0, 1, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:size])
+            if file.name == "zarr.json" and size == len(content) - 1 and not with_manifest:
+                continue  # only white space at the end
+            with pytest.raises(UserError):
+                open_shard(path) if with_manifest else read_all(path)
+        file.write_bytes(content)
+    read_all(path)
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_flipped_bits_are_caught_or_harmless(path, with_manifest):
+    original = read_all(path)
+    rng = np.random.default_rng(1)
+    caught = 0
+    manifest = path.with_suffix(".json")
+    if not with_manifest:
+        manifest.unlink()
+    for file in [*files_of(path), *[manifest] * with_manifest]:
+        content = file.read_bytes()
+        group = file == path / "zarr.json"  # the identity
+        for bit in rng.integers(0, 8 * len(content), 30 if group else 4):
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(damaged)
+            try:
+                assert same(read_all(path), original), f"{file}: wrong data without an error"
+            except UserError as e:
+                assert str(path.parent) in str(e)
+                caught += 1
+            file.write_bytes(content)
+    assert caught > 60 and same(read_all(path), original)
+
+
+def test_a_chunk_that_vanishes_after_opening(path):
+    shard = open_shard(path)
+    shard.sample_ids  # noqa: B018 (reads them)
+    shutil.rmtree(path / "hidden" / "c" / "2")
+    shard.read(0)
+    name = shard.sample_ids[4]
+    expected = rf"document 4 \(sample {name}\): a chunk of hidden is missing; delete this folder"
+    with pytest.raises(UserError, match=expected):
+        shard.read(4)
+
+
+def test_a_flipped_bit_names_the_document(path):
+    shard = open_shard(path)
+    file = path / "hidden" / "c" / "5" / "0" / "0"  # the last tokens
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"document 7.*: hidden: a checksum is wrong; delete this"):
+        shard.read(7)
+    with pytest.raises(UserError, match="document 7.*checksum"):
+        verify(path)
+
+
+def test_objects_of_two_shards_mixed_up(tmp_path, path, documents):
+    """Each has a right checksum; only reading everything can tell."""
+    write(tmp_path / "b.zarr", some_documents(LENGTHS, seed=9))
+    shutil.copy(tmp_path / "b.zarr" / "hidden/c/1/0/0", path / "hidden/c/1/0/0")
+    with pytest.raises(UserError, match="content_sha256"):
+        verify(path)
+
+
+@pytest.mark.parametrize(
+    "number, words", [(errno.EIO, "run extract again"), (errno.EMFILE, "ulimit -n")]
+)
+def test_read_errors_have_their_remedy(path, monkeypatch, number, words):
+    shard = open_shard(path)
+    shard.read(0)
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("zarr.storage._local._get", fail)
+    with pytest.raises(UserError, match=words) as e:
+        shard.read(0)
+    assert str(path) in str(e.value)
+
+
+# --- writers that die or meet ---------------------------------------------------------------------
+
+KILLED_WRITERS = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_features import LENGTHS, some_documents, write, read_all
+
+# Every file operation on the shard is an audit event: die at the n-th one.
+folder, path = sys.argv[1], Path(sys.argv[1]) / "a.zarr"
+state = {{"left": None}}
+def hook(event, args):
+    if state["left"] is None or not event.startswith(("open", "os.", "shutil.")):
+        return
+    if any(folder in str(a) for a in args[:2]):
+        state["left"] -= 1
+        if state["left"] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+documents = some_documents(LENGTHS, seed=int(sys.argv[3]))
+for moment in range(1, 10**6, int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        state["left"] = moment
+        write(path, documents)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    print(moment, status, flush=True)
+    sys.stdin.readline()  # the test looks at what is there
+    if status == 0:
+        break
+"""
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_killed_writers_leave_a_whole_shard_or_none(tmp_path, documents, old):
+    path = tmp_path / "a.zarr"
+    old_content = new_content = None
+    if old:
+        write(path, documents)
+        old_content = read_all(path)
+    fresh = some_documents(LENGTHS, seed=5)
+    write(tmp_path / "other" / "a.zarr", fresh)
+    new_content = read_all(tmp_path / "other" / "a.zarr")
+    code = KILLED_WRITERS.format(tests=str(Path(__file__).parent))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), "11", "5"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    seen = {"old": 0, "new": 0, "absent": 0}
+    moments = 0
+    with process:
+        for line in process.stdout:
+            moments += 1
+            if path.exists():
+                found = read_all(path)
+                assert same(found, new_content) or (old and same(found, old_content)), line
+                seen["new" if same(found, new_content) else "old"] += 1
+            else:
+                seen["absent"] += 1
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0 and moments > 15
+    assert seen["new"] >= 1 and seen["old" if old else "absent"] > 10
+    # The last writer was not killed; it removed what all others had left.
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"a.zarr", "a.json", "other"} and same(read_all(path), new_content)
+
+
+def test_a_second_writer_is_refused(tmp_path, documents):
+    path = tmp_path / "a.zarr"
+    with write_shard(path, IDENTITY, 1, 40, **SMALL) as writer:
+        with pytest.raises(UserError, match="another process is writing this shard"):
+            write(path, documents)
+        process = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from pathlib import Path; from dflash.features import exclusive\n"
+                "with exclusive(Path(sys.argv[1])): pass",
+                str(path),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        assert "another process is writing this shard" in process.stderr
+        writer.add(documents[0])
+    assert len(open_shard(path)) == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"a.zarr", "a.json"}  # no lock file stays
+    write(path, documents)
+    assert len(open_shard(path)) == 8
+
+
+def test_full_disk_leaves_the_good_shard_alone(tmp_path, path, documents, monkeypatch):
+    before = {f: f.read_bytes() for f in [*files_of(path), path.with_suffix(".json")]}
+    import zarr.storage._local as local
+
+    put, calls = local._put, []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(local, "_put", fail)
+    with pytest.raises(UserError, match=r"00000-of-00001.zarr: the disk is full: free space"):
+        write(path, documents)
+    with pytest.raises(UserError, match="the disk is full"):
+        write(tmp_path / "b.zarr", documents)
+    monkeypatch.undo()
+    now = {f: f.read_bytes() for p in tmp_path.iterdir() for f in [p, *p.rglob("*")] if f.is_file()}
+    assert now == before
+
+
+def test_failing_caller_leaves_nothing(tmp_path, documents):
+    with pytest.raises(ZeroDivisionError):
+        with write_shard(tmp_path / "a.zarr", IDENTITY, 2, 80, **SMALL) as writer:
+            writer.add(documents[0])
+            raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- other processes ------------------------------------------------------------------------------
+
+
+def _read_one(shard: features.Shard, i: int) -> Document:
+    return shard.read(i)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_shards_travel_to_workers(path, documents, method):
+    shard = open_shard(path)
+    shard.read(0)  # opened here already: the worker must open its own
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        for i in (2, 7):
+            assert equal(pool.apply(_read_one, (shard, i)), documents[i])
+
+
+def test_pickle_and_close_keep_no_arrays(path, documents):
+    shard = open_shard(path)
+    shard.read(7)
+    assert len(pickle.dumps(shard)) < 4000
+    shard.close()
+    assert set(shard.__dict__) == set(shard.__getstate__())
+    assert equal(shard.read(7), documents[7])
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def test_command_line(tmp_path, path, documents, capsys):
+    features.main(["inspect", str(path)])
+    shown = capsys.readouterr().out
+    for words in ("weights_sha256", "a" * 64, "supervised_tokens", "MB in", "16, 64"):
+        assert words in shown
+    write(tmp_path / "b.zarr", documents[:3])
+    features.main(["verify", str(path), str(tmp_path / "b.zarr")])
+    assert capsys.readouterr().out.count(": fine: ") == 2
+    (path / "offsets" / "c" / "0").write_bytes(b"")
+    path.with_suffix(".json").unlink()
+    with pytest.raises(UserError, match="1 of 2 shards are not fine"):
+        features.main(["verify", str(path), str(tmp_path / "b.zarr")])
+    with pytest.raises(UserError, match="offsets.*delete this folder"):
+        features.main(["verify", str(path)])
+
+
+def test_exit_status(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["features", "verify", str(tmp_path / "none.zarr")])
+    with pytest.raises(SystemExit) as e:
+        features.entrypoint(features.main)
+    assert e.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
