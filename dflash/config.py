@@ -120,7 +120,7 @@ class Corpus(Settings):
         description="The prompt files. A new source adds shards and recomputes nothing.",
     )
     heldout_share: float = Field(
-        0.2,
+        0.02,
         ge=0.0,
         lt=1.0,
         description="Share of prompts kept for evaluation, chosen by a hash of the prompt itself, so "
@@ -149,7 +149,7 @@ class Regenerate(Settings):
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy, otherwise sampled.")
     top_k: int | None = Field(None, ge=1, description="Sample among the k likeliest tokens.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Sample within this share of probability.")
-    seed: int = Field(0, ge=0, description="Seed of the sampling, together with the shard.")
+    seed: int = Field(0, ge=0, description="Seed of the sampling, together with the prompt.")
 
 
 class Extract(Settings):
@@ -384,7 +384,7 @@ def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) 
     workflow = check(Workflow, data, where)
     facts = facts or target_facts(workflow.target)
     for name, drafter in workflow.drafters.items():
-        _check_against_target(drafter, facts, f"{where}: drafters.{name}")
+        check_against_target(drafter, facts, f"{where}: drafters.{name}")
     return workflow
 
 
@@ -462,7 +462,7 @@ def _extend(drafters: dict[str, Any], where: str) -> dict[str, Any]:
     return {name: full(name, (name,)) for name in drafters}
 
 
-def _check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> None:
+def check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> None:
     """Everything about a drafter that only the target decides."""
     layers, vocab, mask = facts.num_hidden_layers, facts.vocab_size, drafter.mask_token_id
     taps = tap_ids(drafter, layers)
@@ -660,7 +660,35 @@ HEADER = """\
 
 # The demo is the defaults plus what makes them fit two CPU cores and fifteen minutes.
 DEMO: dict[str, Any] = {
-    "drafters": {"demo": {"mask_token_id": 5}},
+    # float32, since processors without bf16 matrix units are slower in bf16
+    "target": {"dtype": "float32"},
+    "corpus": {
+        "sources": [
+            {"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "shards": 2}
+        ],
+        "heldout_share": 0.22,
+    },
+    "regenerate": {"max_new_tokens": 112},
+    "drafters": {
+        "demo": {
+            "block_size": 8,
+            "num_hidden_layers": 3,
+            "mask_token_id": 5,
+            "training": {
+                "epochs": 8.0,
+                "documents_per_step": 8,
+                "anchors_per_document": 32,
+                "lr": 1.5e-3,
+                "dtype": "float32",
+                "loss": {"head_tokens": 4096},
+            },
+        }
+    },
+    "evaluate": {"max_new_tokens": 48},
+    "machine": {
+        "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
+        "evaluate": {"gpu": 1, "threads": 2},
+    },
 }
 
 

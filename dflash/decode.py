@@ -217,6 +217,7 @@ def generate(
     drafter: Drafter | None = None,
     block_size: int | None = None,
     embed_VH: torch.Tensor | None = None,
+    choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
     on_cycle: Callable[[list[Response]], None] | None = None,
 ) -> tuple[list[Response], Timing]:
     """Greedy decoding of some prompts (token ids) together; speculative if a drafter is given.
@@ -228,8 +229,12 @@ def generate(
     (so 1 + sum(cycles) == len(tokens); the first token comes from the prefill). The mean over cycles
     is the acceptance length. Without a drafter a cycle is one token.
 
+    `choose` takes the place of the argmax, logits [n, V] -> tokens [n], where no drafter is given.
     `on_cycle` sees the responses after each cycle (progress, streaming).
     """
+    if choose and drafter:
+        raise ValueError("speculative decoding is greedy: `choose` goes without a drafter")
+    pick = choose or (lambda logits: logits.argmax(-1))
     device = next(model.parameters()).device
     n = len(prompts)
     block = (block_size or drafter.config.block_size) if drafter else 1
@@ -250,7 +255,7 @@ def generate(
     lengths_n = torch.tensor([len(p) for p in prompts], device=device)
     rows_n = torch.arange(n, device=device)
     hidden, taps = target(ids_nL, at_nL)
-    last_n = target.logits(hidden[rows_n, lengths_n - 1]).argmax(-1)
+    last_n = pick(target.logits(hidden[rows_n, lengths_n - 1]))
     if drafter:
         draft.read_context(taps, at_nL)
     timing.prefill = clock.lap()
@@ -271,7 +276,8 @@ def generate(
             timing.draft += clock.lap()
         at_nB = anchor_n[:, None] + slots
         hidden, taps = target(ids_nB, at_nB)
-        choice_nB = target.logits(hidden).argmax(-1)
+        logits = target.logits(hidden)
+        choice_nB = pick(logits[:, 0])[:, None] if choose else logits.argmax(-1)
         same = (ids_nB[:, 1:] == choice_nB[:, :-1]) & (slots[1:] < length_n[:, None])
         right = same.long().cumprod(-1).sum(-1)  # accepted slots, [n]
         if drafter:

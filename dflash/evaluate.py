@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from dflash import config, target
 from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
@@ -28,7 +29,6 @@ from dflash.drafter import DTYPES, Drafter, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
 from dflash.progress import progress
-from dflash.regenerate import answers
 
 
 def acceptance(cycles_of: Iterable[list[int]], block_size: int) -> dict[str, Any]:
@@ -106,6 +106,47 @@ def decode_all(
     return [found[i] for i in range(len(prompts))]
 
 
+@torch.inference_mode()
+def own_greedy(
+    model: torch.nn.Module, prompts: list[Prompt], limit: int, eos: list[int], batch_size: int
+) -> dict[str, list[int]]:
+    """The target's own greedy responses by sample id, from Hugging Face's `generate`.
+
+    Another implementation than ours on purpose: a fault of our loop cannot hide in it.
+    """
+    # The model's own generation_config may sample or penalise, and fills whatever is left unset.
+    model.generation_config = GenerationConfig()
+    asked = GenerationConfig(
+        do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=eos[0]
+    )
+    found = {}
+    order = sorted(prompts, key=lambda p: len(p.prompt_ids))
+    with progress(desc="check", total=len(prompts), unit="prompts") as bar:
+        for i in range(0, len(order), batch_size):
+            batch = order[i : i + batch_size]
+            width = max(len(p.prompt_ids) for p in batch)
+            ids = torch.full((len(batch), width), eos[0])
+            mask = torch.zeros_like(ids)
+            for row, p in enumerate(batch):
+                ids[row, width - len(p.prompt_ids) :] = torch.tensor(p.prompt_ids)
+                mask[row, width - len(p.prompt_ids) :] = 1
+            out = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=asked,
+            )
+            for p, row in zip(batch, out[:, width:].tolist(), strict=True):
+                found[p.sample_id] = until_end(row, eos)
+            bar.update(len(batch))
+    return found
+
+
+def until_end(ids: list[int], ends: list[int]) -> list[int]:
+    """The ids up to and including the first end token; what follows is padding."""
+    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: stop + 1]
+
+
 def time_some(
     model: torch.nn.Module,
     drafter: Drafter,
@@ -143,9 +184,7 @@ def measure(
     responses = decode_all(model, drafter, prompts, settings, eos, machine.batch_size)
     checked = settings.dtype == "float32"  # in bf16 near-ties differ, so identity says nothing
     if checked:
-        greedy = config.Regenerate(max_new_tokens=settings.max_new_tokens)
-        with progress(desc="check", total=len(prompts), unit="prompts") as bar:
-            own = answers(model, identity, prompts, greedy, machine.batch_size, bar)
+        own = own_greedy(model, prompts, settings.max_new_tokens, eos, machine.batch_size)
     rows = [
         {
             "sample_id": prompt.sample_id,

@@ -16,7 +16,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,15 +27,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel
 
+from dflash import decode
 from dflash.config import DType, Regenerate, RegenerateMachine, check
 from dflash.corpus import Prompt, read_prompts, read_table
 from dflash.errors import UserError
@@ -121,49 +115,27 @@ def generate(
     identity: Identity,
     prompts: list[Prompt],
     settings: Regenerate,
-    watch: StoppingCriteria | None = None,
+    watch: Callable[[list[decode.Response]], None] | None = None,
 ) -> list[list[int]]:
-    """The responses to one batch of prompts."""
-    width = max(len(p.prompt_ids) for p in prompts)
-    pad = identity.eos_token_ids[0] if identity.pad_token_id is None else identity.pad_token_id
-    ids_BP = torch.full((len(prompts), width), pad)
-    mask_BP = torch.zeros_like(ids_BP)
-    for row, p in enumerate(prompts):
-        ids_BP[row, width - len(p.prompt_ids) :] = torch.tensor(p.prompt_ids)
-        mask_BP[row, width - len(p.prompt_ids) :] = 1
-    # The model's own generation_config may sample, penalise repetition or force tokens, and
-    # `generate` fills whatever is unset from it: take it away.
-    model.generation_config = GenerationConfig()
-    ids_BPN = model.generate(
-        input_ids=ids_BP.to(model.device),
-        attention_mask=mask_BP.to(model.device),
-        generation_config=GenerationConfig(
-            do_sample=False,  # sampling, too, ends in an argmax: see Sampler
-            num_beams=1,
-            max_new_tokens=settings.max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=identity.eos_token_ids,
-        ),
-        logits_processor=LogitsProcessorList([Sampler(prompts, settings)] * _samples(settings)),
-        stopping_criteria=StoppingCriteriaList([watch] if watch else []),
+    """The responses to one batch of prompts, by our own loop (`decode.generate`).
+
+    Nothing of the model's generation_config (sampling, penalties, forced tokens) enters it. Against
+    Hugging Face's `generate` it gives the same tokens and, without concatenating the cache at every
+    token, 2 to 3 times as many a second on a CPU.
+    """
+    responses, _ = decode.generate(
+        model,
+        [p.prompt_ids for p in prompts],
+        settings.max_new_tokens,
+        identity.eos_token_ids,
+        choose=Sampler(prompts, settings) if settings.temperature > 0 else None,
+        on_cycle=watch,
     )
-    return [until_end(row[width:], identity.eos_token_ids) for row in ids_BPN.tolist()]
+    return [r.tokens for r in responses]
 
 
-def until_end(ids: list[int], ends: list[int]) -> list[int]:
-    """The ids up to and including the first end token; what follows is padding."""
-    for i, token in enumerate(ids):
-        if token in ends:
-            return ids[: i + 1]
-    return ids
-
-
-def _samples(settings: Regenerate) -> bool:
-    return settings.temperature > 0
-
-
-class Sampler(LogitsProcessor):
-    """Leaves of each row's scores only one token, drawn with temperature, top-k and top-p.
+class Sampler:
+    """Chooses each prompt's next token with temperature, top-k and top-p.
 
     Each prompt has random numbers of its own, from the seed and its sample id, one a token. So its
     response depends neither on the batch it was in nor on the shard nor on the device's generator,
@@ -179,13 +151,12 @@ class Sampler(LogitsProcessor):
         seed = int(text_sha256(f"answer/{self.settings.seed}/{prompt.sample_id}"), 16)
         return np.random.default_rng(seed).random(self.settings.max_new_tokens)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniform_B = torch.from_numpy(self.uniform_BN[:, self.step]).to(scores.device)
+    def __call__(self, logits_BV: Tensor) -> Tensor:
+        """The tokens [B] after the next step."""
+        uniform_B = torch.from_numpy(self.uniform_BN[:, self.step]).to(logits_BV.device)
         self.step += 1
         s = self.settings
-        token_B = draw(scores, uniform_B, s.temperature, s.top_k, s.top_p)
-        only = torch.full_like(scores, -torch.inf)
-        return only.scatter_(1, token_B[:, None], 0.0)
+        return draw(logits_BV, uniform_B, s.temperature, s.top_k, s.top_p)
 
 
 def draw(
@@ -208,23 +179,21 @@ def draw(
     return top.indices.gather(1, place_B1.minimum(last_B1))[:, 0]
 
 
-class _Watch(StoppingCriteria):
-    """Never stops anything: it only moves the bar while a long batch is being answered."""
+class _Watch:
+    """Moves the bar while a long batch is being answered."""
 
     def __init__(self, bar: tqdm | None, finished: dict[str, list[int]]):
         self.bar = bar
         self.produced = sum(map(len, finished.values()))
-        self.step = 0
         self.shown = time.monotonic()
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.step += 1
+    def __call__(self, responses: list[decode.Response]) -> None:
         now = time.monotonic()
         if self.bar is not None and now - self.shown >= self.bar.mininterval:
             self.shown = now
-            _show_rate(self.bar, self.produced + self.step * len(input_ids), f", token {self.step}")
+            lengths = [len(r.tokens) for r in responses]
+            _show_rate(self.bar, self.produced + sum(lengths), f", token {max(lengths)}")
             self.bar.refresh()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _show_rate(bar: tqdm, tokens: int, more: str = "") -> None:

@@ -192,16 +192,19 @@ def load_embedding_and_head(identity: Identity) -> tuple[Tensor, Tensor]:
     return tensors[names[0]], tensors[names[1]]
 
 
-def load_tensors(identity: Identity, names: list[str]) -> dict[str, Tensor]:
+def load_tensors(
+    identity: Identity, names: list[str], optional: bool = False
+) -> dict[str, Tensor]:
     """Some of the target's weights by their names in its files, as stored.
 
-    Raises UserError when there is no such tensor.
+    With `optional`, names that the target does not have are left out; otherwise they raise UserError.
     """
     folder = Path(identity.folder)
     places = _tensor_places(folder)
     missing = sorted(set(names) - set(places))
-    if missing:
+    if missing and not optional:
         raise UserError(f"{folder}: its weights hold no tensor {', '.join(missing)}")
+    names = [name for name in names if name in places]
     tensors = {}
     for file in sorted({places[name] for name in names}):
         with safe_open(folder / file, "pt") as f:

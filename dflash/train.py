@@ -90,7 +90,8 @@ def new_drafter(settings: config.Drafter, identity: target.Identity) -> Drafter:
             for name in drafter.state_dict()
             if name.startswith("layers.0.")
         ]
-        start_from_target(drafter, target.load_tensors(identity, names), layers, prefix)
+        tensors = target.load_tensors(identity, names, optional=True)
+        start_from_target(drafter, tensors, layers, prefix)
     return drafter
 
 
@@ -476,6 +477,9 @@ def main(argv: list[str] | None) -> None:
     )
     machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
     identity = target.read_identity(args.identity)
+    # Once more, with what the target itself says: stated facts may know fewer end tokens.
+    facts = {name: getattr(identity, name) for name in config.TargetFacts.model_fields}
+    config.check_against_target(settings, config.TargetFacts(**facts), f"drafters.{args.name}")
     taps = config.tap_ids(settings, identity.num_hidden_layers)
     shards, positions = open_features(sorted(args.features), identity, taps)
 

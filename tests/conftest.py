@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub: no test reaches a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from tiny import settings, snakemake
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -160,3 +163,15 @@ def refusal(capsys: pytest.CaptureFixture) -> Callable[..., str]:
         return lines[0].removeprefix("error: ")
 
     return run
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path
+) -> tuple[Path, dict[str, Any], subprocess.CompletedProcess[str]]:
+    """A folder with a finished run of the whole tiny workflow, its settings, and how it ended."""
+    folder = tmp_path_factory.mktemp("workflow")
+    config = settings(folder, tiny_llama)
+    done = snakemake(folder, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, config, done

@@ -13,11 +13,12 @@ from conftest import END, PAD
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dflash import regenerate
+from dflash import decode, regenerate
 from dflash.chat import prompt_ids
 from dflash.config import Regenerate
 from dflash.corpus import Prompt, sample_id, write_prompts
 from dflash.errors import UserError
+from dflash.evaluate import until_end
 from dflash.target import load_model, load_tokenizer
 
 GREEDY = Regenerate(max_new_tokens=24)
@@ -114,7 +115,7 @@ def test_any_end_token_ends_a_response(target):
     other = next(r[3] for r in before.values() if len(r) > 5)
     more = replace(identity, eos_token_ids=sorted([END, other]), pad_token_id=None)
     after = regenerate.answers(model, more, prompts, GREEDY, 8)
-    assert after == {k: regenerate.until_end(r, [END, other]) for k, r in before.items()}
+    assert after == {k: until_end(r, [END, other]) for k, r in before.items()}
     assert any(r[-1] == other for r in after.values())
 
 
@@ -204,15 +205,15 @@ def test_draws_stay_inside_what_is_kept_at_both_ends():
 def test_out_of_memory_halves_the_batch(error, target, monkeypatch, capsys):
     identity, model, prompts = target
     expected = regenerate.answers(model, identity, prompts, SAMPLED, 15)
-    sizes, original = [], model.generate
+    sizes, original = [], decode.generate
 
-    def generate(input_ids, **options):
-        sizes.append(len(input_ids))
-        if len(input_ids) > 4:
+    def generate(model, prompts, *args, **options):
+        sizes.append(len(prompts))
+        if len(prompts) > 4:
             raise error
-        return original(input_ids=input_ids, **options)
+        return original(model, prompts, *args, **options)
 
-    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(decode, "generate", generate)
     assert regenerate.answers(model, identity, prompts, SAMPLED, 15) == expected
     assert sizes == [15, 7, 3, 3, 3, 3, 3]
     said = capsys.readouterr().err
@@ -223,10 +224,10 @@ def test_out_of_memory_halves_the_batch(error, target, monkeypatch, capsys):
 def test_no_memory_even_for_one_prompt(target, monkeypatch):
     identity, model, prompts = target
 
-    def generate(**options):
+    def generate(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(decode, "generate", generate)
     with pytest.raises(UserError, match="not even this one prompt .* lower `regenerate.max_new_to"):
         regenerate.answers(model, identity, prompts, GREEDY, 4)
 
@@ -234,10 +235,10 @@ def test_no_memory_even_for_one_prompt(target, monkeypatch):
 def test_other_errors_are_not_taken_for_lack_of_memory(target, monkeypatch):
     identity, model, prompts = target
 
-    def generate(**options):
+    def generate(*args, **options):
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(decode, "generate", generate)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         regenerate.answers(model, identity, prompts, GREEDY, 4)
 

@@ -1,0 +1,223 @@
+"""Settings: what is refused, with which words, and what decides a rerun."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash import config
+from dflash.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+FACTS = config.TargetFacts(
+    num_hidden_layers=30, hidden_size=576, vocab_size=49152, pad_token_id=2, eos_token_ids=[2, 0]
+)
+GOOD = {"drafters": {"d": {"mask_token_id": 5}}}
+
+
+def load(changes: dict) -> config.Workflow:
+    return config.load({**copy.deepcopy(GOOD), **changes}, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"drafter": {}}, ["unknown key `drafter`", "did you mean `drafters`"]),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "block_sze": 8}}},
+            ["unknown key `drafters.d.block_sze`", "did you mean `block_size`"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"lr": "fast"}}}},
+            ["`drafters.d.training.lr`", '"fast"', "number"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"lr": float("nan")}}}},
+            ["`drafters.d.training.lr`", "NaN"],
+        ),
+        ({"drafters": {"d": {}}}, ["`drafters.d.mask_token_id` is missing"]),
+        ({"drafters": {}}, ["`drafters`", "at least 1"]),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "block_size": 1}}},
+            ["`drafters.d.block_size`", "found 1", "greater than or equal to 2"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "block_size": "8"}}},
+            ["`drafters.d.block_size`", '"8"', "integer"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 2}}},
+            ["drafters.d.mask_token_id", "found 2", "end token", "[0, 2]"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 49152}}},
+            ["drafters.d.mask_token_id", "found 49152", "0..49151"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "taps": [1, 30]}}},
+            ["drafters.d.taps", "[30]", "0..28"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "taps": [1, 29]}}},
+            ["drafters.d.taps", "[29]", "last layer"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "taps": [5, 3]}}},
+            ["`drafters.d.taps`", "ascending"],
+        ),
+        ({"drafters": {"d": {"mask_token_id": 5, "taps": 29}}}, ["drafters.d.taps", "29"]),
+        (
+            {"drafters": {"d": {"mask_token_id": 5}, "e": {"extends": "f"}}},
+            ["`drafters.e.extends`", '"f"', "allowed: d"],
+        ),
+        (
+            {"drafters": {"d": {"extends": "e"}, "e": {"extends": "d"}}},
+            ["extends", "circle"],
+        ),
+        ({"target": {"model": "embedded:gpt"}}, ["`target.model`", "smollm2"]),
+        ({"target": {"model": "Qwen/Qwen3-8B"}}, ["`target.model`", "pinned revision"]),
+        (
+            {"corpus": {"sources": [{"name": "../x", "path": "p"}]}},
+            ["`corpus.sources.0.name`", "../x"],
+        ),
+        (
+            {"corpus": {"sources": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}},
+            ["`corpus.sources`", "differ"],
+        ),
+        ({"machine": {"train": {"gpu": 8}}}, ["`machine.train.gpu`", "found 8"]),
+    ],
+)
+def test_refusals_name_key_found_and_allowed(changes, words):
+    with pytest.raises(UserError) as e:
+        load(changes)
+    for word in words:
+        assert word in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_several_faults_are_all_named():
+    with pytest.raises(UserError) as e:
+        load({"resuls": "x", "extract": {"max_tokens": 1}})
+    assert "resuls" in str(e.value) and "extract.max_tokens" in str(e.value)
+
+
+def test_extends_merges_deeply():
+    w = load(
+        {
+            "drafters": {
+                "a": {"mask_token_id": 5, "training": {"lr": 1e-3, "seed": 3}},
+                "b": {"extends": "a", "training": {"seed": 4}},
+                "c": {"extends": "b", "block_size": 4},
+            }
+        }
+    )
+    c = w.drafters["c"]
+    assert (c.training.lr, c.training.seed, c.block_size, c.mask_token_id) == (1e-3, 4, 4, 5)
+    assert w.drafters["a"].block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "ids"),
+    [
+        (36, 5, [1, 9, 17, 25, 33]),
+        (32, 5, [1, 8, 15, 22, 29]),
+        (28, 5, [1, 7, 13, 19, 25]),
+        (48, 5, [1, 12, 23, 34, 45]),
+        (64, 5, [1, 16, 31, 46, 61]),
+        (30, 1, [15]),
+    ],
+)
+def test_published_tap_ids(layers, taps, ids):
+    assert config.tap_ids(config.Drafter(mask_token_id=5, taps=taps), layers) == ids
+
+
+@pytest.mark.parametrize(("block", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (13, 6.0), (4, 2.0)])
+def test_published_decay(block, gamma):
+    assert config.gamma(config.Drafter(mask_token_id=5, block_size=block)) == gamma
+
+
+def test_stage_settings_hold_exactly_what_decides():
+    base = load({})
+
+    def differing(changes):
+        other = load(changes)
+        out = []
+        for stage in config.STAGE_VERSION:
+            name = {"corpus": "quickstart", "regenerate": "quickstart", "train": "d"}.get(stage, "")
+            name = "heldout" if stage == "evaluate" else name
+            if config.stage_settings(base, stage, name) != config.stage_settings(other, stage, name):
+                out.append(stage)
+        return out
+
+    lr = {"mask_token_id": 5, "training": {"lr": 1e-3}}
+    assert differing({"drafters": {"d": lr}}) == ["train"]
+    assert differing({"evaluate": {"max_new_tokens": 10}}) == ["evaluate"]
+    assert differing({"machine": {"train": {"micro_batch": 1}, "extract": {"gpu": 0}}}) == []
+    assert differing({"results": "elsewhere"}) == []
+    assert differing({"target": {"dtype": "float32"}}) == ["regenerate", "extract"]
+    assert differing({"regenerate": {"temperature": 0.5}}) == ["regenerate"]
+    taps = {"mask_token_id": 5, "taps": [1, 2]}
+    assert differing({"drafters": {"d": taps}}) == ["extract", "train"]
+
+
+def test_canonical_json_ignores_key_order():
+    assert config.canonical({"b": 1, "a": [1, 2]}) == config.canonical({"a": [1, 2], "b": 1})
+
+
+def test_generated_files_are_in_step():
+    for name, text in config.generated_files().items():
+        assert (ROOT / "config" / name).read_text() == text, (
+            f"config/{name} is stale: run python -m dflash.config --write config"
+        )
+
+
+def test_generated_yaml_reads_back_as_the_demo():
+    assert config.load(ROOT / "config/config.yaml") == config.demo_workflow()
+
+
+def test_conda_environment_is_made_from_the_lock():
+    import runpy
+
+    made = runpy.run_path(str(ROOT / "envs/conda.py"))["conda_yaml"]()
+    assert (ROOT / "envs/dflash.yaml").read_text() == made
+
+
+def test_lock_pins_everything_that_is_required():
+    import re
+
+    pins = dict(
+        line.split("==") for line in (ROOT / "envs/lock.txt").read_text().splitlines() if "==" in line
+    )
+    pinned = {re.sub(r"[-_.]+", "-", k).lower() for k in pins}
+    for line in (ROOT / "envs/requirements.in").read_text().splitlines():
+        name = re.split(r"[=<>]", line)[0].strip()
+        if name and not name.startswith("#"):
+            assert re.sub(r"[-_.]+", "-", name).lower() in pinned
+    documented = (ROOT / "docs/dependencies.md").read_text()
+    for line in (ROOT / "envs/requirements.in").read_text().splitlines():
+        name = re.split(r"[=<>]", line)[0].strip()
+        if name and not name.startswith("#"):
+            assert f"`{name}`" in documented, f"{name} has no reason in docs/dependencies.md"
+
+
+def test_local_folder_facts(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 99, "eos_token_id": 1})
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    facts = config.target_facts(config.Target(model=str(tmp_path)))
+    assert facts.eos_token_ids == [1, 7] and facts.pad_token_id is None
+    with pytest.raises(UserError, match="config.json"):
+        config.target_facts(config.Target(model=str(tmp_path / "nowhere")))
+
+
+def test_published_recipe_is_complete():
+    w = config.load(ROOT / "config/qwen3-8b.yaml")
+    d = w.drafters["qwen3-8b-b16"]
+    assert config.tap_ids(d, 36) == [1, 9, 17, 25, 33]
+    t = d.training
+    assert (t.lr, t.epochs, t.anchors_per_document, t.warmup_share, t.clip) == (
+        6e-4, 6.0, 512, 0.04, 1.0,
+    )  # fmt: skip
+    assert config.gamma(d) == 7.0 and d.start == "random" and w.extract.max_tokens == 3072

@@ -1,0 +1,289 @@
+"""Training: the same update however it is split, the same weights however often it was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dflash import config, train
+from dflash.data import Stream
+from dflash.errors import UserError
+from dflash.loss import slot_weights
+from dflash.target import load_embedding_and_head, load_tensors, read_identity
+
+SETTINGS = {
+    "block_size": 4,
+    "num_hidden_layers": 1,
+    "taps": [0, 1, 2],
+    "mask_token_id": 3,
+    "training": {
+        "epochs": 6.0,
+        "documents_per_step": 5,
+        "anchors_per_document": 8,
+        "lr": 3e-3,
+        "dtype": "float32",
+    },
+}
+MACHINE = config.TrainMachine(gpu=0)
+
+
+@pytest.fixture(scope="module")
+def features(finished):
+    """Identity, manifests, opened shards and tap positions of the tiny workflow."""
+    folder = finished[0] / "results"
+    identity = read_identity(folder / "target/identity.json")
+    manifests = sorted(map(str, (folder / "features").glob("*/*.json")))
+    return identity, manifests, *train.open_features(manifests, identity, [0, 1, 2])
+
+
+def drafter_settings(**training) -> config.Drafter:
+    data = SETTINGS | {"training": SETTINGS["training"] | training}
+    return config.Drafter.model_validate(data)
+
+
+def run(features, tmp_path, settings=None, machine=MACHINE):
+    identity, _, shards, positions = features
+    tmp_path.mkdir(exist_ok=True)
+    settings = settings or drafter_settings()
+    return train.train(
+        settings, machine, identity, shards, positions, tmp_path, torch.device("cpu")
+    )
+
+
+def state(drafter) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in drafter.state_dict().items()}
+
+
+def one_gradient(features, micro_batch: int, checkpointing: str, **training):
+    """Gradients of the first step."""
+    identity, _, shards, positions = features
+    settings = drafter_settings(clip=1e9, **training)
+    drafter = train.new_drafter(settings, identity).train()
+    stream = Stream(shards, positions, 0, 8)
+    documents = [stream.at(i) for i in range(5)]
+    embed, head = load_embedding_and_head(identity)
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.0)
+    machine = config.TrainMachine(micro_batch=micro_batch, checkpointing=checkpointing)
+    row = train.one_step(
+        drafter, optimizer, documents, train.Head(embed, head, torch.float32),
+        slot_weights(4, 2.0), 0, 10, settings, machine,
+    )  # fmt: skip
+    return row, {n: p.grad for n, p in drafter.named_parameters()}
+
+
+def test_any_split_of_a_step_gives_the_same_gradient(features):
+    row, whole = one_gradient(features, 8, "none")
+    assert row["loss"] > 0 and row["blocks"] > 5
+    for micro_batch, checkpointing in [(1, "none"), (2, "layer"), (8, "layer")]:
+        other, split = one_gradient(features, micro_batch, checkpointing)
+        assert math.isclose(other["loss"], row["loss"], rel_tol=1e-5)
+        for name, grad in whole.items():
+            torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_stays_close_to_float32(features):
+    row, whole = one_gradient(features, 8, "layer")
+    other, half = one_gradient(features, 8, "layer", dtype="bfloat16")
+    assert math.isclose(other["loss"], row["loss"], rel_tol=2e-2)
+    for name, grad in whole.items():
+        assert (half[name] - grad).norm() < 0.1 * grad.norm() + 1e-6, name
+        assert half[name].dtype == torch.float32
+
+
+def test_training_learns(features, tmp_path):
+    _, facts = run(features, tmp_path / "r", drafter_settings(epochs=30.0))
+    first, last = facts["history"][0], facts["history"][-1]
+    assert last["loss"] < 0.5 * first["loss"]
+    assert last["accepted_by_position"] > first["accepted_by_position"] + 0.3
+    assert (tmp_path / "r" / "metrics.jsonl").read_text().count("\n") == len(facts["history"])
+
+
+def test_stopped_and_resumed_equals_undisturbed(features, tmp_path, monkeypatch):
+    straight, facts = run(features, tmp_path / "a")
+    machine = config.TrainMachine(save_minutes=1e-9, keep_last=2)  # saves after every step
+    steps, original = facts["steps"], train.one_step
+
+    for stop in (3, 4, steps - 2):
+
+        def dying(*args, stop=stop):
+            if args[5] == stop:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(train, "one_step", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(features, tmp_path / "b", machine=machine)
+        kept = [p.name for p in train.checkpoints(tmp_path / "b")]
+        assert kept == [f"step-{stop - 1:08d}", f"step-{stop:08d}"]
+    monkeypatch.setattr(train, "one_step", original)
+    resumed, again = run(features, tmp_path / "b", machine=machine)
+    for name, value in state(straight).items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert [r["step"] for r in again["history"]] == [r["step"] for r in facts["history"]]
+
+
+def test_sigterm_saves_and_asks_to_be_run_again(features, finished, tmp_path):
+    _, manifests, _, _ = features
+    settings = json.loads(drafter_settings(epochs=400.0).model_dump_json(exclude={"extends"}))
+    command = [
+        *(sys.executable, "-m", "dflash.train", "--settings", json.dumps(settings)),
+        *("--machine", '{"save_minutes": 60.0}', "--name", "x"),
+        *("--identity", str(finished[0] / "results/target/identity.json")),
+        *("--features", *manifests),
+        *("--run", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--threads", "1"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = list((tmp_path / "runs").glob("*/metrics.jsonl"))
+        if lines and lines[0].read_text().count("\n") > 1:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == train.STATUS_INTERRUPTED, err
+    assert "run the same command again" in out
+    assert len(list((tmp_path / "runs").glob("*/step-*"))) == 1 and not (tmp_path / "out").exists()
+
+
+def test_two_trainers_in_one_run_directory_are_refused(tmp_path):
+    held = train.lock(tmp_path)
+    with pytest.raises(UserError, match="another trainer"):
+        train.lock(tmp_path)
+    held.close()
+    train.lock(tmp_path).close()
+
+
+def test_damaged_checkpoint_is_named(features, tmp_path):
+    run(features, tmp_path / "r")
+    newest = train.checkpoints(tmp_path / "r")[-1]
+    path = newest / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(UserError, match=f"{newest.name}: damaged checkpoint"):
+        run(features, tmp_path / "r")
+
+
+def test_half_a_line_of_metrics_is_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
+    assert train.cut_metrics(tmp_path, 20) == [{"step": 10}, {"step": 20}]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10}\n{"step": 20}\n'
+
+
+def test_fingerprint_tells_settings_features_and_target_apart(features):
+    identity, _, shards, _ = features
+    base = train.fingerprint({"lr": 1}, identity, shards)
+    assert base == train.fingerprint({"lr": 1}, identity, shards[::-1])
+    assert base != train.fingerprint({"lr": 2}, identity, shards)
+    assert base != train.fingerprint({"lr": 1}, identity, shards[:1])
+
+
+def test_start_from_the_target(features):
+    identity = features[0]
+    drafter = train.new_drafter(drafter_settings(), identity)
+    names = ["model.norm.weight", "model.layers.3.mlp.up_proj.weight"]
+    own = load_tensors(identity, names)
+    assert torch.equal(drafter.norm.weight, own[names[0]].float())
+    assert torch.equal(drafter.layers[0].mlp.up_proj.weight, own[names[1]].float())
+    taps = torch.randn(5, 3 * 64)
+    torch.testing.assert_close(drafter.fc(taps), taps[:, -64:])
+    scratch = drafter_settings().model_copy(update={"start": "random"})
+    assert not torch.equal(
+        train.new_drafter(scratch, identity).layers[0].mlp.up_proj.weight, own[names[1]].float()
+    )
+
+
+def test_reduced_head_gives_the_same_loss_as_the_same_columns(features):
+    identity = features[0]
+    embed, head_weight = load_embedding_and_head(identity)
+    tokens = np.array([4, 9, 17, 30])
+    head = train.Head(embed, head_weight, torch.float32)
+    head.reduce(tokens)
+    assert torch.equal(head.head_VH, head_weight[torch.from_numpy(tokens)].float())
+    stream = Stream(*features[2:], 0, 8)
+    from dflash.data import pack
+
+    document, chosen = stream.at(0)
+    packed = pack([document], [chosen], slot_weights(4, 2.0))
+    before = packed.labels_NB.clone()
+    lost = head.relabel(packed)
+    inside = torch.isin(before, torch.from_numpy(tokens))
+    assert lost == int((before >= 0).sum() - inside.sum())
+    assert (packed.labels_NB[~inside] == -1).all() and (packed.weights_NB[~inside] == 0).all()
+    assert torch.equal(torch.from_numpy(tokens)[packed.labels_NB[inside]], before[inside])
+
+
+def test_learning_rate_rises_and_falls():
+    t = config.Training(lr=1.0 - 1e-9, warmup_share=0.1)
+    rates = [train.learning_rate(s, 100, t) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.5)
+    assert rates[99] < 0.001 and all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+
+
+def test_no_weight_decay_on_norms(features):
+    drafter = train.new_drafter(drafter_settings(), features[0])
+    groups = train.make_optimizer(drafter, drafter_settings().training).param_groups
+    assert {p.dim() for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.01
+    assert {p.dim() for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_samples(features, tmp_path):
+    with pytest.raises(UserError, match="not finite .*samples [0-9a-f]{16}"):
+        run(features, tmp_path / "r", drafter_settings(lr=0.999, clip=1e30, epochs=400.0))
+
+
+def test_taps_that_are_not_stored_are_refused(features):
+    identity, manifests, _, _ = features
+    with pytest.raises(UserError, match=r"\[0, 1, 2\].*extract"):
+        train.open_features(manifests, identity, [0, 3])
+
+
+def test_features_of_another_target_are_refused(features):
+    import dataclasses
+
+    identity, manifests, _, _ = features
+    other = dataclasses.replace(identity, weights_sha256="0" * 64)
+    with pytest.raises(UserError, match="weights_sha256"):
+        train.open_features(manifests, other, [0, 1, 2])
+
+
+def test_accepted_counts_the_leading_run():
+    right = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
+    assert train.accepted_by_position(right).tolist() == [3, 1, 5]
+
+
+def test_weights_do_not_depend_on_the_hash_seed(features, tmp_path):
+    """Nothing on the way iterates a set or dict of names in hash order."""
+    drafter, _ = run(features, tmp_path / "r", drafter_settings(max_steps=3))
+    data = b"".join(v.numpy().tobytes() for v in state(drafter).values())
+    code = (
+        "import sys, hashlib, torch; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "torch.set_num_threads(1)\n"
+        "import test_train as t\n"
+        "from dflash import train; from dflash.target import read_identity\n"
+        "i = read_identity(sys.argv[2]); m = sys.argv[4:]\n"
+        "f = (i, m, *train.open_features(m, i, [0, 1, 2]))\n"
+        "d, _ = t.run(f, Path(sys.argv[3]), t.drafter_settings(max_steps=3))\n"
+        "print(hashlib.sha256(b''.join(v.numpy().tobytes() for v in d.state_dict().values()))"
+        ".hexdigest())\n"
+    )
+    identity_path = features[1][0].split("/features/")[0] + "/target/identity.json"
+    command = [sys.executable, "-c", code, os.path.dirname(__file__), identity_path]
+    done = subprocess.run(
+        [*command, str(tmp_path / "other"), *features[1]],
+        env=os.environ | {"PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == hashlib.sha256(data).hexdigest()
