@@ -41,7 +41,7 @@ def data_size(count: float | None) -> str:
     if count is None:
         return "–"
     for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # what would be rounded to 1e+03
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
@@ -113,6 +113,7 @@ def table(
 # --- parts of a chart ---------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 380, 230  # of a chart, in its own units; text is 11 of them high
+NOTHING = "Nothing to draw: not measured."
 LOOKS = 6  # colours; markers have another period, so that 30 series differ
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",  # circle
@@ -208,11 +209,7 @@ def axes(f: Frame, x_ticks: list[float], x_title: str, y_ticks=(), y_title="", s
 
 
 def figure(
-    title: str,
-    drawing: Sequence[Html] = (),
-    shown: Sequence[Series | Dot] = (),
-    note: str | None = "Nothing to draw: not measured.",
-    height: int = HEIGHT,
+    title: str, drawing=(), shown: Sequence[Series | Dot] = (), note=NOTHING, height=HEIGHT
 ) -> Html:
     """A drawing with its title, a note, and a legend if it shows several series."""
     legend = [el("li", legend_mark(s.look), s.name) for s in shown]
@@ -243,7 +240,7 @@ def line_chart(
     x_title: str,
     y_title: str,
     note: str | None = None,
-    share=False,
+    share: bool = False,
 ) -> Html:
     """Curves. Shares have a mark at every point; others at a few, with the last value beside."""
     series = [s for s in series if s.points]
@@ -291,7 +288,7 @@ def bar_chart(title: str, series: list[Series], x_title: str, y_title: str, note
             left, top = round(frame.px(x - 0.4) + i * room, 1), frame.py(y)
             height, middle = round(frame.bottom - top, 1), round(left + width / 2, 1)
             bar = el("rect", x=left, y=top, width=width, height=height, class_="bar")
-            hint = el("title", f"{s.name}: {percent(y, 1)} at {x:g} {x_title}")
+            hint = el("title", f"{s.name}: {x:g} {x_title} in {percent(y, 1)}")
             drawing.append(el("g", hint, bar, class_=colour(s.look)))
             if len(series) > 1:
                 drawing.append(marker(s.look, middle, round(top - 6, 1)))
@@ -328,14 +325,13 @@ def dot_chart(title: str, rows: list[tuple[str, list[Dot]]], x_title: str, note:
 
 def dot_marks(frame: Frame, dot: Dot, y: float, label: str) -> list[Html]:
     """A dot with its interval as a line and its pooled value as a hollow mark."""
-    parts, where = [], f"{dot.name}, {label}: "
+    parts = []
     if dot.interval:
         x1, x2 = map(frame.px, dot.interval)
         whisker = el("line", x1=x1, x2=x2, y1=y, y2=y, class_="whisker")
         parts.append(el("g", whisker, class_=colour(dot.look)))
-    if dot.pooled is not None:
-        title = f"{where}{number(dot.pooled, 3)} pooled"
-        parts.append(marker(dot.look, frame.px(dot.pooled), y, title, hollow=True))
-    if dot.value is not None:
-        parts.append(marker(dot.look, frame.px(dot.value), y, where + number(dot.value, 3)))
+    for value, what in ((dot.pooled, " pooled"), (dot.value, "")):
+        if value is not None:
+            title = f"{dot.name}, {label}: {number(value, 3)}{what}"
+            parts.append(marker(dot.look, frame.px(value), y, title, hollow=bool(what)))
     return parts

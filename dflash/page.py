@@ -7,9 +7,9 @@ import shlex
 from collections import Counter, defaultdict
 from typing import Any
 
-from dflash import drawing
+from dflash import drawing, results
 from dflash.drawing import Dot, Html, Series, el, join, number, percent, plural, table
-from dflash.results import Cost, Counts, Drafter, Evaluation, Figures, Inputs, break_even, total
+from dflash.results import Drafter, Evaluation, Figures, Inputs, break_even, total
 
 
 def page(inputs: Inputs) -> str:
@@ -30,7 +30,7 @@ def page(inputs: Inputs) -> str:
         cost_section(inputs),
         counts_section(inputs),
         drafters_section(drafters),
-        target_section(inputs),
+        target_section(inputs.target),
         serving_section(inputs),
         reading_section(),
     ]
@@ -120,13 +120,8 @@ def acceptance_words(f: Figures, block: int) -> Html:
 def speed_words(f: Figures) -> str:
     if f.speed_up is None:
         return "The speed was not measured."
-    alone = "One prompt at a time, decoding"
-    if f.speed_up >= 1:
-        return f"{alone} is {f.speed_up:.2f} times as fast with it as without."
-    return (
-        f"{alone} with it runs at {f.speed_up:.2f} times the speed of decoding without: on this "
-        "machine it does not pay yet."
-    )
+    words = f"One prompt at a time, decoding with it is {f.speed_up:.2f} times as fast as without"
+    return words + ("." if f.speed_up >= 1 else ": on this machine it does not pay yet.")
 
 
 def lossless_words(f: Figures) -> str:
@@ -227,10 +222,9 @@ def training_section(drafters: list[Drafter]) -> Html:
     """The two curves over steps."""
     losses, accepted = [], []
     for d in drafters:
-        loss = [(line.step, line.loss) for line in d.training.history]
-        position = [(line.step, line.accepted_by_position) for line in d.training.history]
-        losses.append(Series(d.name, d.look, drawing.thin(loss)))
-        accepted.append(Series(d.name, d.look, drawing.thin(position)))
+        for chart, field in ((losses, "loss"), (accepted, "accepted_by_position")):
+            points = [(line.step, getattr(line, field)) for line in d.training.history]
+            chart.append(Series(d.name, d.look, drawing.thin(points)))
     note = "Averaged over training positions: an indication, not τ."
     charts = [
         drawing.line_chart("Loss", losses, "step", "weighted cross-entropy"),
@@ -245,18 +239,16 @@ def training_section(drafters: list[Drafter]) -> Html:
 def cost_section(inputs: Inputs) -> Html:
     """Where time and space went; what was counted stands with the counts."""
     space = {
-        "target": drawing.data_size(sum(inputs.target.files.values())),
-        "hidden states": drawing.data_size(total(inputs.features, "bytes")),
-        **{
-            f"drafter {d.name}, exported": drawing.data_size(d.export_bytes)
-            for d in inputs.drafters
-        },
+        "target": sum(inputs.target.files.values()),
+        "hidden states": total(inputs.features, "bytes"),
     }
-    sizes = table("Sizes on disk", ["What", "Size"], list(space.items()))
+    space |= {f"drafter {d.name}, exported": d.export_bytes for d in inputs.drafters}
+    rows = [[what, drawing.data_size(size)] for what, size in space.items()]
+    sizes = table("Sizes on disk", ["What", "Size"], rows)
     return section("Time and size", el("div", time_table(inputs.costs), sizes, class_="pair"))
 
 
-def time_table(costs: dict[str, Cost]) -> Html:
+def time_table(costs: dict[str, results.Cost]) -> Html:
     """Time and memory by stage."""
     if not costs:
         return el("p", "No times were recorded.")
@@ -325,25 +317,23 @@ def counts_section(inputs: Inputs) -> Html:
     return section("What was used and what was dropped", el("div", tables, class_="pair"))
 
 
-def count_rows(stage: str, files: Counts) -> list[tuple[Any, int]]:
+def count_rows(stage: str, files: results.Counts) -> list[tuple[Any, int]]:
     """Every whole number in a stage's statistics, summed over its shards, and by source."""
     rows: list[tuple[Any, int]] = []
     sources = list(dict.fromkeys(source for source, _ in files))
-    for key in dict.fromkeys([*LABELS[stage], *(k for _, s in files for k in s.model_extra)]):
-        if key in NO_COUNTS or all(s.count(key) is None for _, s in files):
-            continue
+    for key in dict.fromkeys(key for _, s in files for key in s.counts if key not in NO_COUNTS):
         label: Any = LABELS[stage].get(key, key.replace("_", " "))
         if len(sources) > 1:
             each = [(name, total([f for f in files if f[0] == name], key)) for name in sources]
             by_source = ", ".join(f"{name} {count:,}" for name, count in each)
             label = [label, el("div", by_source, class_="note")]
         rows.append((label, total(files, key)))
-    ended = [(s.count("documents") or 0, s.ended_share) for _, s in files]
+    ended = [(s.counts.get("documents", 0), s.ended_share) for _, s in files]
     cut = [round(n * (1 - share)) for n, share in ended if share is not None]
     return rows + ([("answers cut at regenerate.max_new_tokens", sum(cut))] if cut else [])
 
 
-def kinds_table(corpus: Counts) -> Html | None:
+def kinds_table(corpus: results.Counts) -> Html | None:
     """Prompts of each kind, for training and held out."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for _, statistics in corpus:
@@ -358,31 +348,25 @@ def kinds_table(corpus: Counts) -> Html | None:
 
 
 def drafters_section(drafters: list[Drafter]) -> Html:
-    """Shape and settings of the drafters, side by side; a dash for what only others have."""
+    """Shape, training and settings side by side; a dash for what only other drafters have."""
 
     def compare(caption: str, columns: list[dict[str, str]]) -> Html | None:
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
         return table(caption, ["What", *(d.name for d in drafters)], rows) if rows else None
 
-    facts = compare("Shape and training", [drafter_facts(d) for d in drafters])
-    settings = compare("Settings", [flat(d.training.settings) for d in drafters])
+    tables = [
+        compare("Shape", [flat(d.config.model_dump()) for d in drafters]),
+        compare("Training", [training_facts(d.training) for d in drafters]),
+        compare("Settings", [flat(d.training.settings) for d in drafters]),
+    ]
     title = "Drafter" if len(drafters) == 1 else "Drafters"
-    return section(title, el("div", facts, settings, class_="pair"))
+    return section(title, el("div", tables, class_="pair"))
 
 
-def drafter_facts(d: Drafter) -> dict[str, str]:
-    c, t, last = d.config, d.training, d.training.last
-    heads = f"{c.num_attention_heads}, {c.num_key_value_heads}, {c.head_dim}"
+def training_facts(t: results.Training) -> dict[str, str]:
+    last = t.last
     return {
-        "block size (slots)": str(c.block_size),
-        "layers": str(c.num_hidden_layers),
-        "tapped target layers": ", ".join(map(str, c.dflash_config.target_layer_ids)),
-        "mask token": str(c.dflash_config.mask_token_id),
-        "hidden and MLP width": f"{c.hidden_size:,} and {c.intermediate_size:,}",
-        "query heads, key/value heads, width": heads,
-        "rotary base": number(c.rope_theta, 0),
-        "sliding window": number(c.sliding_window, 0, dash="none"),
         "weights": number(t.weights, 0),
         "training steps": f"{t.steps:,}",
         "epochs": number(last.epoch if last else None),
@@ -392,10 +376,10 @@ def drafter_facts(d: Drafter) -> dict[str, str]:
     }
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names; what was left to its default of null is left out."""
+def flat(facts: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested facts by their dotted names in the file; those that are null are left out."""
     out: dict[str, str] = {}
-    for key, value in settings.items():
+    for key, value in facts.items():
         if isinstance(value, dict):
             out |= flat(value, f"{prefix}{key}.")
         elif value is not None:
@@ -403,76 +387,46 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return out
 
 
-def target_section(inputs: Inputs) -> Html:
+def target_section(target: results.Target) -> Html:
     """What the target is, in full."""
-
-    def short(digest: str) -> Html:
-        return el("code", digest[:12], title=digest)
-
-    t = inputs.target
-    facts = {
-        "model": t.model,
-        "revision": t.revision,
-        "folder": el("code", t.folder),
-        "architecture": t.architecture,
-        "layers, width": f"{t.num_hidden_layers}, {t.hidden_size:,}",
-        "query heads, key/value heads": f"{t.num_attention_heads}, {t.num_key_value_heads}",
-        "vocabulary": f"{t.vocab_size:,}",
-        "head": "the embedding table" if t.tie_word_embeddings else "its own",
-        "weights SHA-256": short(t.weights_sha256),
-        "tokenizer SHA-256": short(t.tokenizer_sha256),
-        "chat template SHA-256": short(t.chat_template_sha256),
-    }
-    identity = table("Identity of the target", ["What", "Value"], list(facts.items()), 2)
-    return section("Target", identity)
+    rows = [
+        [name, el("code", value[:12], title=value) if name.endswith("sha256") else value]
+        for name, value in flat(target.model_dump(exclude={"files"})).items()
+    ]
+    return section("Target", table("Identity of the target", ["What", "Value"], rows, 2))
 
 
 def serving_section(inputs: Inputs) -> Html:
-    """Launch lines with the right numbers for each drafter."""
-    where = "Run these where the workflow ran; elsewhere, give full paths."
-    parts = [el("p", where)]
+    """Launch lines for each drafter. vLLM counts the drafted tokens, SGLang the whole block."""
+    parts = [el("p", "Run these where the workflow ran; elsewhere, give full paths.")]
     for d in inputs.drafters:
-        for engine, command in launch_lines(inputs.target.folder, d):
+        model, export, block = shlex.quote(inputs.target.folder), str(d.export), d.config.block_size
+        vllm = {"method": "dflash", "model": export, "num_speculative_tokens": block - 1}
+        commands = {
+            "vLLM": f"vllm serve {model} \\\n"
+            f"  --speculative-config {shlex.quote(json.dumps(vllm, separators=(',', ':')))}",
+            "SGLang": f"python -m sglang.launch_server --model-path {model} \\\n"
+            f"  --speculative-algorithm DFLASH \\\n"
+            f"  --speculative-draft-model-path {shlex.quote(export)} \\\n"
+            f"  --speculative-num-draft-tokens {block}",
+        }
+        for engine, command in commands.items():
             parts += [el("h3", f"{engine}, {d.name}"), el("pre", el("code", command), tabindex="0")]
     return section("How to serve it", *parts)
 
 
-def launch_lines(model: str, d: Drafter) -> list[tuple[str, str]]:
-    """(engine, command). vLLM counts the drafted tokens, SGLang the whole block."""
-    model, export, block = shlex.quote(model), str(d.export), d.config.block_size
-    vllm = {"method": "dflash", "model": export, "num_speculative_tokens": block - 1}
-    speculative = shlex.quote(json.dumps(vllm, separators=(",", ":")))
-    return [
-        ("vLLM", f"vllm serve {model} \\\n  --speculative-config {speculative}"),
-        (
-            "SGLang",
-            f"python -m sglang.launch_server --model-path {model} \\\n"
-            f"  --speculative-algorithm DFLASH \\\n"
-            f"  --speculative-draft-model-path {shlex.quote(export)} \\\n"
-            f"  --speculative-num-draft-tokens {block}",
-        ),
-    ]
-
-
 TERMS = {
-    "τ, acceptance length": (
-        "Tokens a cycle of drafting and verifying gives, from 1 to the block size. The target's "
-        "own next token is counted, the first token (from reading the prompt) is not. Published "
-        "figures are the mean over responses; the pooled figure is usually lower, because "
-        "responses that draft badly take more cycles."
-    ),
-    "Speed-up": (
-        "Seconds per token without the drafter over seconds per token with it, in the same "
-        "decoding loop, one prompt at a time, reading of the prompt left out. It belongs to the "
-        "machine it was measured on."
-    ),
-    "Identical": (
-        "The output equals the target's own greedy output token by token. Only float32 allows the "
-        "comparison: in bfloat16 nearly equal tokens may change places."
-    ),
-    "95 % interval": (
-        "Of the mean over responses, by drawing responses with replacement (bootstrap)."
-    ),
+    "τ, acceptance length": "Tokens a cycle of drafting and verifying gives, from 1 to the block "
+    "size. The target's own next token is counted, the first token (from reading the prompt) is "
+    "not. Published figures are the mean over responses; the pooled figure is usually lower, "
+    "because responses that draft badly take more cycles.",
+    "Speed-up": "Seconds per token without the drafter over seconds per token with it, in the same "
+    "decoding loop, one prompt at a time, reading of the prompt left out. It belongs to the "
+    "machine it was measured on.",
+    "Identical": "The output equals the target's own greedy output token by token. Only float32 "
+    "allows the comparison: in bfloat16 nearly equal tokens may change places.",
+    "95 % interval": "Of the mean over responses, by drawing responses with replacement "
+    "(bootstrap).",
 }
 
 
@@ -498,12 +452,9 @@ body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
 main { max-width: 66rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .6rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 0 0 .6rem; overflow-wrap: anywhere; }
-h3 { font-size: .95rem; margin: 1rem 0 .3rem; }
-h2 small { font-weight: normal; color: var(--soft); }
-p { margin: 0 0 .7rem; max-width: 46rem; }
-.lead { color: var(--soft); }
-.note { color: var(--soft); font-size: .85rem; margin: .3rem 0 0; }
-section { margin-top: 2.75rem; }
+h2 small { font-weight: normal; color: var(--soft); } .lead { color: var(--soft); }
+h3 { font-size: .95rem; margin: 1rem 0 .3rem; } p { margin: 0 0 .7rem; max-width: 46rem; }
+.note { color: var(--soft); font-size: .85rem; margin: .3rem 0 0; } section { margin-top: 2.75rem; }
 .cards { display: grid; gap: 1.25rem; margin-top: 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); }
 .card { background: var(--wash); border-top: 3px solid var(--c); border-radius: 4px;
@@ -515,22 +466,19 @@ section { margin-top: 2.75rem; }
 .key dd { margin: 0; font-size: 1.75rem; line-height: 1.15; font-weight: 600;
   font-variant-numeric: tabular-nums; }
 .warning { border: 2px solid var(--alarm); background: var(--alarm-wash); border-radius: 4px;
-  padding: 1rem 1.25rem; margin-top: 1.5rem; }
-.warning h2 { color: var(--alarm); }
+  padding: 1rem 1.25rem; margin-top: 1.5rem; } .warning h2 { color: var(--alarm); }
 .scroll { overflow-x: auto; margin: 0 0 1.25rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 caption { text-align: left; font-weight: 600; padding: 0 0 .4rem; white-space: nowrap; }
 th, td { text-align: left; vertical-align: baseline; padding: .3rem 1.1rem .3rem 0;
   border-bottom: 1px solid var(--rule); }
 thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; }
-tbody th { font-weight: 500; }
-td code { overflow-wrap: anywhere; }
+tbody th { font-weight: 500; } td code { overflow-wrap: anywhere; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .track { display: inline-block; width: 5rem; margin-right: .6rem; background: var(--wash); }
 .share { display: inline-block; min-width: 3.2em; }
 .track span { display: block; height: .7rem; background: var(--c0); min-width: 1px; }
-.track, .track span, .card, .warning { print-color-adjust: exact;
-  -webkit-print-color-adjust: exact; }
+.track, .track span, .card, .warning { print-color-adjust: exact; }
 .charts { display: grid; gap: 2rem 2.5rem; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
 .pair { display: flex; flex-wrap: wrap; gap: 1rem 4rem; align-items: flex-start; }
@@ -540,20 +488,18 @@ figcaption { font-weight: 600; font-size: .95rem; margin-bottom: .3rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 11px; fill: var(--ink); font-variant-numeric: tabular-nums; }
 svg .axis { fill: var(--soft); } svg .value { font-weight: 600; } svg .end { fill: var(--c); }
-.grid { stroke: var(--rule); stroke-width: 1; }
+.grid { stroke: var(--rule); stroke-width: 1; } .bar { fill: var(--c); }
 .one { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 3 3; }
 .line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; }
 .dot { fill: var(--c); stroke: var(--paper); stroke-width: 1; }
 .hollow { fill: var(--paper); stroke: var(--c); stroke-width: 1.6; }
 .whisker { stroke: var(--c); stroke-width: 2; opacity: .55; }
-.bar { fill: var(--c); }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; margin: 0 0 .4rem;
   padding: 0; font-size: .85rem; }
 .mark { display: inline-block; width: 1em; height: 1em; margin-right: .35em;
   vertical-align: -.1em; }
 code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: .88em; }
-pre { background: var(--wash); padding: .8rem 1rem; border-radius: 4px; overflow-x: auto;
-  margin: 0; }
+pre { background: var(--wash); padding: .8rem 1rem; border-radius: 4px; overflow: auto; margin: 0; }
 .terms dt { font-weight: 600; } .terms dd { margin: 0 0 .8rem; max-width: 46rem; }
 @media print { main { padding: 0; max-width: none; } body { font-size: 10pt; }
   .scroll, pre { overflow: visible; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -31,20 +31,18 @@ def closing_table(summary: results.Summary, folder: Path) -> str:
     for name, d in summary.drafters.items():
         rows = [*d.per_kind.items(), ("overall", d)]
         rows += [(f"overall, {t}", f) for t, f in d.tasks.items() if t != d.task]
-        width = max(len(label) for label, _ in [("kind", None), *rows])
-        lines += [
-            "",
-            f"drafter {name} on {d.task}",
-            f"  {'kind':<{width}}  responses  tau mean  tau pooled  speed-up  checked  identical",
-        ]
+        width = max(len(label) for label, _ in rows)
+        head = f"{'kind':<{width}}  responses  tau mean  tau pooled  speed-up  checked  identical"
+        lines += ["", f"drafter {name} on {d.task}", f"  {head}"]
         for label, f in rows:
+            mean, pooled, speed = (
+                number(x, dash="-") for x in (f.tau_mean, f.tau_pooled, f.speed_up)
+            )
             lines.append(
-                f"  {label:<{width}}  {f.responses:>9}  {number(f.tau_mean, dash='-'):>8}  "
-                f"{number(f.tau_pooled, dash='-'):>10}  {number(f.speed_up, dash='-'):>8}  "
+                f"  {label:<{width}}  {f.responses:>9}  {mean:>8}  {pooled:>10}  {speed:>8}  "
                 f"{f.lossless.checked:>7}  {f.lossless.identical:>9}"
             )
-        differ = sum(f.lossless.checked - f.lossless.identical for f in (d, *d.tasks.values()))
-        if differ:
+        if any(f.lossless.checked > f.lossless.identical for f in (d, *d.tasks.values())):
             lines.append("  WARNING: outputs differ from the target's own; the report names them")
     return "\n".join([*lines, "", f"report: {Path(os.path.normpath(folder / summary.report))}"])
 
@@ -53,11 +51,11 @@ def gather(args: argparse.Namespace) -> results.Inputs:
     """Read everything the command line names."""
 
     def shards(paths: list[str]) -> results.Counts:
-        return [(Path(p).parent.name, results.read_counts(p)) for p in paths]
+        return [(Path(p).parent.name, results.read(results.Statistics, p)) for p in paths]
 
     return results.Inputs(
         target=results.read(results.Target, args.identity),
-        corpus=[(Path(p).stem, results.read_counts(p)) for p in args.corpus],
+        corpus=[(Path(p).stem, results.read(results.Statistics, p)) for p in args.corpus],
         tokens=shards(args.tokens),
         features=shards(args.features),
         drafters=results.read_drafters(args.training, args.evaluations, args.exports),

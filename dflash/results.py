@@ -96,11 +96,6 @@ class Training(Read):
         return self.history[-1] if self.history else None
 
 
-class DFlashConfig(Read):
-    mask_token_id: int
-    target_layer_ids: list[int]
-
-
 class ExportConfig(Read):
     """The published config.json of a drafter."""
 
@@ -113,37 +108,27 @@ class ExportConfig(Read):
     head_dim: int
     rope_theta: float | None = None
     sliding_window: int | None = None
-    dflash_config: DFlashConfig
+    dflash_config: dict[str, Any]
 
 
 class Statistics(Read, extra="allow"):
-    """What a stage counted; its whole numbers are all shown, whatever their names."""
+    """What a stage counted."""
 
     ended_share: float | None = None
     kinds: dict[str, dict[str, int]] = {}  # by split
 
-    def count(self, key: str) -> int | None:
-        value = (self.model_extra or {}).get(key)
-        return value if type(value) is int else None
+    @property
+    def counts(self) -> dict[str, int]:
+        """Every whole number, whatever its name."""
+        return {k: v for k, v in (self.model_extra or {}).items() if type(v) is int}
 
 
-class Target(Read):
-    """The target's identity.json."""
+class Target(Read, extra="allow"):
+    """The target's identity.json, which is shown whole but for its files."""
 
     model: str
-    revision: str
     folder: str
-    weights_sha256: str
-    tokenizer_sha256: str
-    chat_template_sha256: str
-    architecture: str
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    files: dict[str, int] = {}
+    files: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -243,11 +228,7 @@ def read_drafters(
 
 
 def read_costs(folder: Path | None) -> dict[str, Cost]:
-    """Time and memory of each stage, summed over its jobs' Snakemake benchmarks.
-
-    The report itself and stages without a benchmark are left out. Raises UserError for a file
-    without seconds.
-    """
+    """Time and memory of each stage but this one, over all Snakemake benchmarks of its jobs."""
     costs = {}
     for stage in STAGE_VERSION:
         files = sorted((folder / stage).rglob("*.tsv")) if folder and stage != "report" else []
@@ -276,7 +257,7 @@ def _benchmark(path: Path) -> list[tuple[float, float | None]]:
 
 def total(files: Counts, key: str) -> int:
     """Sum of one count over all files that state it."""
-    return sum(s.count(key) or 0 for _, s in files)
+    return sum(s.counts.get(key, 0) for _, s in files)
 
 
 def break_even(e: Evaluation) -> tuple[float, float] | None:

@@ -1,5 +1,8 @@
 # Training. Checkpoints live in an undeclared run directory, so that a killed job goes on from the
 # last one; Snakemake knows the finished drafter only.
+#
+# At a time limit SLURM sends SIGTERM to every process of the job and ends the job once its shell is
+# gone. The traps let shell and tee outlive the training, which saves a last checkpoint.
 
 
 rule train:
@@ -35,7 +38,8 @@ rule train:
     message:
         "train: drafter {wildcards.drafter}"
     shell:
-        "python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
+        "trap : TERM; python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
         " python -m dflash.train --settings {params.settings:q} --machine {params.machine:q}"
         " --identity {input.identity:q} --features {input.manifests:q} --name {wildcards.drafter:q}"
-        " --threads {threads} --run {params.run:q} --out {params.out:q} 2>&1 | tee {log:q}"
+        " --threads {threads} --run {params.run:q} --out {params.out:q} 2>&1"
+        " | (trap '' TERM; exec tee {log:q})"

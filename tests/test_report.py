@@ -1,4 +1,4 @@
-"""dflash.report, on made-up results of all stages."""
+"""dflash.report and its parts (results, page, drawing), on made-up results of all stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from dflash import report
-from dflash.config import STAGE_VERSION
+from dflash import config, drawing, report
 from dflash.corpus import Counts
 from dflash.drafter import DrafterConfig
 from dflash.errors import UserError
 from dflash.features import COUNTS
+from dflash.page import LABELS
+from dflash.results import ExportConfig, Target
 from dflash.target import Identity
 
 KINDS = ("code", "stories and dialogue", "<b>&")
@@ -78,10 +79,10 @@ def evaluation(
         {
             "sample_id": r["sample_id"],
             "kind": r["kind"],
-            "plain_seconds": 0.9,
-            "plain_tokens": 31,  # 30 ms a token
-            "drafted_seconds": 0.06 * len(r["cycles"]),
-            "drafted_tokens": 1 + round(1.8 * len(r["cycles"])),
+            "plain_seconds": 0.06 * len(r["cycles"]),
+            "plain_tokens": 1 + 2 * len(r["cycles"]),  # 30 ms a token
+            "drafted_seconds": 0.06 * len(r["cycles"]) / (speed_up or 1),
+            "drafted_tokens": 1 + 2 * len(r["cycles"]),
             "draft_seconds": 0.3,
             "verify_seconds": 0.9,
         }
@@ -99,6 +100,12 @@ def evaluation(
         "timed": timed,
         "responses": rows,
     }
+
+
+def settings(block: int = 8, **training: Any) -> dict[str, Any]:
+    """A drafter's settings as the trainer writes them."""
+    values = {"block_size": block, "mask_token_id": 5, "training": training}
+    return config.Drafter.model_validate(values).model_dump(mode="json")
 
 
 def training(name: str, steps: int = 400, offset: float = 0.0) -> dict[str, Any]:
@@ -119,6 +126,7 @@ def training(name: str, steps: int = 400, offset: float = 0.0) -> dict[str, Any]
     return {
         "name": name,
         "run": "0123456789ab",
+        "settings": settings(),
         "steps": steps,
         "documents": 440,
         "documents_without_block": 5,
@@ -328,7 +336,7 @@ def test_the_summary_follows_the_inputs(results: Results):
     assert demo["task"] == "heldout" and "tasks" not in demo
     assert demo["steps"] == 400 and demo["final_loss"] == training("demo")["history"][-1]["loss"]
     assert demo["export"] == str(results.folder / "export/demo") and demo["block_size"] == 8
-    assert demo["break_even_tau"] == pytest.approx(2.0)
+    assert demo["break_even_tau"] == pytest.approx(2 / 1.25)
     assert summary["target"] == IDENTITY["model"] and summary["report"] == "report.html"
     assert summary["stages"] == {"target": 4.5, "regenerate": 121.75, "train": 400.0}
     assert summary["peak_memory_mb"] == {"target": None, "regenerate": 2100.0, "train": 3000.0}
@@ -351,10 +359,12 @@ def test_the_page_says_what_was_found(results: Results):
     text = check_page(results.report()[0])
     tau = f"{found['overall']['tau_mean']:.2f}"
     assert f"Each pass of the target yields {tau} tokens (95 % interval" in text
-    assert "decoding is 1.25 times as fast with it" in text
+    assert "decoding with it is 1.25 times as fast as without." in text
     assert "All 12 outputs checked are identical" in text
-    assert "Drafting breaks even at τ = 2.00; the timed prompts reached 1.80." in text
-    assert "A cycle takes 60.0 ms, 25 % of it drafting" in text
+    assert "Drafting breaks even at τ = 1.60; the timed prompts reached 2.00." in text
+    assert (
+        "A cycle takes 48.0 ms, 25 % of it drafting; a plain step of the target takes 30.0" in text
+    )
     assert "an indication, not τ" in text
     assert "Warning" not in text
     for count in ("640", "612", "25", "440", "60,000", "2 min 02 s", "334 MB"):
@@ -363,6 +373,23 @@ def test_the_page_says_what_was_found(results: Results):
     assert "labels outside the reduced head120" in text
     assert '"num_speculative_tokens":7}' in text
     assert "--speculative-num-draft-tokens 8" in text
+
+
+def test_all_settings_are_shown_side_by_side(results: Results):
+    results.add("demo")
+    results.add("wide", block=16)
+    changed = settings(16, lr=1e-3, max_steps=9)
+    results.write("drafters/wide/training.json", training("wide") | {"settings": changed})
+    text = check_page(results.report()[0])
+    for row in (
+        "block_size816",
+        "starttargettarget",
+        "training.lr0.00060.001",
+        "training.betas[0.9, 0.95][0.9, 0.95]",
+        "training.max_steps–9",
+    ):
+        assert row in text
+    assert "extends" not in text  # left to its default of null by both
 
 
 def test_text_from_data_is_escaped(results: Results):
@@ -393,7 +420,8 @@ def test_two_drafters_stand_side_by_side(results: Results):
     assert 'class="line s0"' in page and 'class="line s1"' in page
     assert '<th scope="row" rowspan="2">code</th>' in page
     text = check_page(page)
-    assert "runs at 0.90 times the speed" in text and "--speculative-num-draft-tokens 16" in text
+    assert "0.90 times as fast as without: on this machine it does not pay yet" in text
+    assert "--speculative-num-draft-tokens 16" in text
 
 
 def test_several_tasks(results: Results):
@@ -522,14 +550,14 @@ Break = Callable[[Results], Any]
             r"heldout.json: overall.responses: field required; delete it",
         ),
         (
-            lambda r: r.write("target/identity.json", IDENTITY | {"hidden_size": "wide"}),
-            r"identity.json: hidden_size: .*valid integer",
+            lambda r: r.write("target/identity.json", IDENTITY | {"files": {"a": "wide"}}),
+            r"identity.json: files.a: .*valid integer",
         ),
         (
-            lambda r: r.write("corpus/quickstart.json", json.dumps({"rows": float("nan")})),
-            r"quickstart.json: rows: found nan",
+            lambda r: r.write("corpus/quickstart.json", {"ended_share": float("nan")}),
+            r"quickstart.json: ended_share: .*finite number",
         ),
-        (lambda r: r.write("corpus/quickstart.json", [1]), r"found list, expected an object"),
+        (lambda r: r.write("corpus/quickstart.json", [1]), r"quickstart.json: the whole file: "),
         (lambda r: r.write("benchmarks/train/demo.tsv", "s\n"), r"demo.tsv: not a Snakemake bench"),
         (lambda r: r.write("benchmarks/train/demo.tsv", "x\n1\n"), r"no seconds in column `s`"),
         (
@@ -575,25 +603,24 @@ def test_a_file_that_is_no_summary_is_refused(results: Results):
     ],
 )
 def test_ticks_enclose_the_values(low: float, high: float, expected: list[float]):
-    assert report.ticks(low, high) == expected
+    assert drawing.ticks(low, high) == expected
 
 
 def test_what_is_read_is_what_the_other_stages_write():
-    config = DrafterConfig(
+    shape = DrafterConfig(
         **{f.name: 2 for f in fields(DrafterConfig) if f.name not in ("layer_types", "is_causal")}
         | {"layer_types": ("full_attention",) * 2, "target_layer_ids": (1, 8)}
     )
-    read = report.ExportConfig.model_validate(config.to_json("bfloat16"))
-    assert read.block_size == 2 and read.dflash_config.target_layer_ids == [1, 8]
-    assert set(report.Target.model_fields) <= {f.name for f in fields(Identity)}
-    assert set(report.LABELS["corpus"]) == {f.name for f in fields(Counts)}
-    assert set(report.LABELS["extract"]) == set(COUNTS)
-    assert (*report.STAGES, "report") == tuple(STAGE_VERSION)
+    read = ExportConfig.model_validate(shape.to_json("bfloat16"))
+    assert read.block_size == 2 and read.dflash_config["target_layer_ids"] == [1, 8]
+    assert set(Target.model_fields) <= {f.name for f in fields(Identity)}
+    assert set(LABELS["corpus"]) == {f.name for f in fields(Counts)}
+    assert set(LABELS["extract"]) == set(COUNTS)
 
 
 def test_long_curves_are_thinned_by_means():
     points = [(float(i), float(i % 2)) for i in range(1, 1001)]
-    thinned = report.thin(points)
+    thinned = drawing.thin(points)
     assert len(thinned) <= 240 and thinned[-1][0] == 1000
     assert all(0.3 < y < 0.7 for _, y in thinned)
-    assert report.thin(points[:5]) == points[:5] and report.thin([]) == []
+    assert drawing.thin(points[:5]) == points[:5] and drawing.thin([]) == []
