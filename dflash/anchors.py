@@ -32,7 +32,9 @@ def candidates(loss_mask_S: np.ndarray) -> np.ndarray:
     return np.flatnonzero(loss_mask_S[:-1] & loss_mask_S[1:])
 
 
-def choose(loss_mask_S: np.ndarray, count: int, seed: int, epoch: int, sample_id: str) -> np.ndarray:
+def choose(
+    loss_mask_S: np.ndarray, count: int, seed: int, epoch: int, sample_id: str
+) -> np.ndarray:
     """Up to `count` anchors of one document in one epoch, without repeats, ascending; int64."""
     among = candidates(loss_mask_S)
     order = permutation(len(among), "anchors", seed, epoch, sample_id)

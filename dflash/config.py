@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dflash.errors import UserError
 
@@ -107,7 +107,9 @@ class Source(Settings):
         description="JSONL, a row an object with `messages` (a list of {role, content}) or `prompt`; "
         "optional `id` and `kind`."
     )
-    shards: int = Field(1, ge=1, le=99999, description="Parts that are answered and extracted apart.")
+    shards: int = Field(
+        1, ge=1, le=99999, description="Parts that are answered and extracted apart."
+    )
     limit: int | None = Field(None, ge=1, description="Use only the first so many rows.")
 
 
@@ -148,7 +150,9 @@ class Regenerate(Settings):
     max_new_tokens: int = Field(128, ge=1, description="Longest response, in tokens.")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy, otherwise sampled.")
     top_k: int | None = Field(None, ge=1, description="Sample among the k likeliest tokens.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Sample within this share of probability.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Sample within this share of probability."
+    )
     seed: int = Field(0, ge=0, description="Seed of the sampling, together with the prompt.")
 
 
@@ -218,7 +222,9 @@ class Drafter(Settings):
     mask_token_id: int = Field(
         description="A reserved token of the target's vocabulary that stands for 'not known yet'."
     )
-    intermediate_size: int | None = Field(None, ge=1, description="MLP width. Default: the target's.")
+    intermediate_size: int | None = Field(
+        None, ge=1, description="MLP width. Default: the target's."
+    )
     num_attention_heads: int | None = Field(
         None, ge=1, description="Query heads. Default: the target's."
     )
@@ -287,7 +293,9 @@ class Evaluate(Settings):
 class Machine(Settings):
     """How one stage runs. Changes nothing in the results, so nothing reruns when it changes."""
 
-    gpu: int = Field(0, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU).")
+    gpu: int = Field(
+        0, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU)."
+    )
     threads: int = Field(1, ge=1, description="CPU threads a job uses.")
     mem_mb: int = Field(4000, ge=100, description="Memory a job needs, in MB.")
     runtime: int = Field(60, ge=1, description="Time limit on a cluster, in minutes.")
@@ -328,7 +336,9 @@ class Machines(Settings):
     regenerate: RegenerateMachine = Field(RegenerateMachine(gpu=1), description="One job a shard.")
     extract: ExtractMachine = Field(ExtractMachine(gpu=1), description="One job a shard.")
     train: TrainMachine = Field(TrainMachine(gpu=1), description="One job a drafter.")
-    evaluate: EvaluateMachine = Field(EvaluateMachine(gpu=1), description="One job a drafter and task.")
+    evaluate: EvaluateMachine = Field(
+        EvaluateMachine(gpu=1), description="One job a drafter and task."
+    )
     export: Machine = Field(Machine(), description="Writing the published format.")
     report: Machine = Field(Machine(), description="Drawing the report.")
 
@@ -483,7 +493,9 @@ def check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> No
         raise UserError(f"{where}.mask_token_id: found {mask}; allowed: 0..{vocab - 1}")
     if mask == facts.pad_token_id or mask in facts.eos_token_ids:
         kind = "an end token" if mask in facts.eos_token_ids else "the pad token"
-        taken = sorted({*facts.eos_token_ids, *([facts.pad_token_id] * (facts.pad_token_id is not None))})
+        taken = sorted(
+            {*facts.eos_token_ids, *([facts.pad_token_id] * (facts.pad_token_id is not None))}
+        )
         raise UserError(
             f"{where}.mask_token_id: found {mask}, which is {kind} of the target; allowed: a reserved "
             f"token that text never holds, not one of {taken}"
@@ -663,9 +675,7 @@ DEMO: dict[str, Any] = {
     # float32, since processors without bf16 matrix units are slower in bf16
     "target": {"dtype": "float32"},
     "corpus": {
-        "sources": [
-            {"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "shards": 2}
-        ],
+        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "shards": 2}],
         "heldout_share": 0.22,
     },
     "regenerate": {"max_new_tokens": 112},
@@ -751,7 +761,8 @@ def generated_files() -> dict[str, str]:
 
 def main(argv: list[str] | None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dflash.config", description="Check a settings file, or write generated ones."
+        prog="python -m dflash.config",
+        description="Check a settings file, or write generated ones.",
     )
     parser.add_argument("file", nargs="?", help="settings file to check")
     parser.add_argument("--write", metavar="FOLDER", help="write config.yaml and schema.json there")

@@ -103,9 +103,7 @@ class Stream:
     Raises UserError when no document can hold a block.
     """
 
-    def __init__(
-        self, shards: list[Shards], taps: list[int], seed: int, anchors_per_document: int
-    ):
+    def __init__(self, shards: list[Shards], taps: list[int], seed: int, anchors_per_document: int):
         self.shards, self.taps, self.seed = shards, taps, seed
         self.anchors_per_document = anchors_per_document
         where = {
@@ -141,9 +139,7 @@ class Stream:
 
         Returns how many. Raises UserError when none is left.
         """
-        usable = [
-            len(anchors.candidates(self.shards[s].loss_mask(r))) > 0 for s, r in self.where
-        ]
+        usable = [len(anchors.candidates(self.shards[s].loss_mask(r))) > 0 for s, r in self.where]
         dropped = usable.count(False)
         self.ids = [x for x, ok in zip(self.ids, usable, strict=True) if ok]
         self.where = [x for x, ok in zip(self.where, usable, strict=True) if ok]

@@ -286,7 +286,12 @@ def generate(
         timing.verify += clock.lap()
         running = torch.tensor(going, device=device)
         kept = _take(
-            responses, going, choice_nB.tolist(), (right + 1).tolist(), max_new_tokens, eos_token_ids
+            responses,
+            going,
+            choice_nB.tolist(),
+            (right + 1).tolist(),
+            max_new_tokens,
+            eos_token_ids,
         )
         for response, count in zip(responses, kept, strict=True):
             if count:

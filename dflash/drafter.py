@@ -256,7 +256,9 @@ class Layer(nn.Module):
     ) -> torch.Tensor:
         """The layer in training: every block of a pack over its document's context."""
         k_SKd, v_SKd = self.self_attn.keys_values(context_SH, at_S)
-        return self(x_NBH, at_NB, lambda q, k, v: attend(q, k_SKd, v_SKd, k, v, layout, see, backend))
+        return self(
+            x_NBH, at_NB, lambda q, k, v: attend(q, k_SKd, v_SKd, k, v, layout, see, backend)
+        )
 
 
 class Drafter(nn.Module):
@@ -360,7 +362,9 @@ def start_from_target(
 
 def save_drafter(folder: Path, drafter: Drafter, dtype: str) -> None:
     """Write `config.json` and `model.safetensors` in the published format into an existing folder."""
-    state = {k: v.detach().to("cpu", DTYPES[dtype]).contiguous() for k, v in drafter.state_dict().items()}
+    state = {
+        k: v.detach().to("cpu", DTYPES[dtype]).contiguous() for k, v in drafter.state_dict().items()
+    }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", drafter.config.to_json(dtype))
 

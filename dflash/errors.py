@@ -36,6 +36,7 @@ def explain_oserror(e: OSError) -> str:
         errno.EACCES: "no permission: make the folder writable or set `results:` elsewhere",
         errno.EPERM: "not permitted: make the folder writable or set `results:` elsewhere",
         errno.ENOENT: "no such file: check the path in the settings",
+        errno.ENOTDIR: "a file is in the way of a folder: choose another path",
         errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     }.get(e.errno or 0, e.strerror or str(e))
     return f"{remedy}{where}"

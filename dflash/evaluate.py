@@ -101,7 +101,7 @@ def decode_all(
             responses, _ = generate(model, ids, settings.max_new_tokens, eos, drafter)
             found.update(zip(batch, responses, strict=True))
             tau = acceptance([r.cycles for r in found.values()], 2)["tau_mean"]
-            bar.set_postfix(tau=f"{tau:.2f}" if tau else "-")
+            bar.set_postfix(tau=f"{tau:.2f}" if tau else "-", refresh=False)
             bar.update(len(batch))
     return [found[i] for i in range(len(prompts))]
 
@@ -274,7 +274,9 @@ def main(argv: list[str] | None) -> None:
     identity = target.read_identity(args.identity)
     trust = raw.get("trust_remote_code", False)
     corpus = config.Corpus().model_dump(include={"max_prompt_tokens", "enable_thinking"})
-    prompts = task_prompts(args.task, task, args.prompts, corpus | raw.get("corpus", {}), identity, trust)
+    prompts = task_prompts(
+        args.task, task, args.prompts, corpus | raw.get("corpus", {}), identity, trust
+    )
 
     device, dtype = target.default_device(), DTYPES[settings.dtype]
     drafter = load_drafter(args.drafter, device)

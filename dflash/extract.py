@@ -31,7 +31,7 @@ from dflash.files import read_settings, sha256, text_sha256
 from dflash.progress import progress
 from dflash.regenerate import TokenRow, read_tokens
 from dflash.taps import Taps, run_decoder
-from dflash.target import load_model, read_identity
+from dflash.target import is_out_of_memory, load_model, read_identity
 
 
 class StageSettings(Extract):
@@ -133,7 +133,7 @@ def documents(
         try:
             hidden_BSTH = forward(model, taps, batch, pad_id)
         except RuntimeError as e:
-            if not _is_out_of_memory(e):
+            if not is_out_of_memory(e):
                 raise
             hidden_BSTH = None
         if hidden_BSTH is None:  # outside of `except`, whose traceback holds the failed tensors
@@ -144,12 +144,6 @@ def documents(
             length = len(row.input_ids)
             yield Document(row.sample_id, row.input_ids, row.loss_mask, hidden_BSTH[i, :length])
         start += len(batch)
-
-
-def _is_out_of_memory(e: RuntimeError) -> bool:
-    if isinstance(e, torch.OutOfMemoryError):
-        return True
-    return any(words in str(e) for words in ("out of memory", "can't allocate memory"))
 
 
 def _halved(batch: Sequence[TokenRow]) -> int:

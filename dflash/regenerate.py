@@ -35,7 +35,7 @@ from dflash.corpus import Prompt, read_prompts, read_table
 from dflash.errors import UserError
 from dflash.files import read_settings, text_sha256, whole, write_json
 from dflash.progress import progress
-from dflash.target import Identity, load_model, read_identity
+from dflash.target import Identity, is_out_of_memory, load_model, read_identity
 
 SCHEMA = pa.schema(
     [
@@ -96,7 +96,7 @@ def answers(
         try:
             produced = generate(model, identity, batch, settings, _Watch(bar, responses))
         except RuntimeError as e:
-            if not _is_out_of_memory(e):
+            if not is_out_of_memory(e):
                 raise
             produced = None  # outside this block the failed tensors are free
         if produced is None:
@@ -199,12 +199,6 @@ class _Watch:
 def _show_rate(bar: tqdm, tokens: int, more: str = "") -> None:
     rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
     bar.set_postfix_str(f"{rate:.0f} tokens/s{more}", refresh=False)
-
-
-def _is_out_of_memory(e: RuntimeError) -> bool:
-    if isinstance(e, torch.OutOfMemoryError):
-        return True
-    return any(words in str(e) for words in ("out of memory", "can't allocate memory"))
 
 
 def _halved(size: int, longest: Prompt) -> int:

@@ -177,6 +177,13 @@ def load_model(
     return model
 
 
+def is_out_of_memory(e: RuntimeError) -> bool:
+    """Whether a failed forward only lacked memory, so that a smaller batch may succeed."""
+    if isinstance(e, torch.OutOfMemoryError):
+        return True
+    return any(words in str(e) for words in ("out of memory", "can't allocate memory"))
+
+
 def load_tokenizer(identity: Identity, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The target's tokenizer with its chat template."""
     return _tokenizer(Path(identity.folder), trust_remote_code)
@@ -192,9 +199,7 @@ def load_embedding_and_head(identity: Identity) -> tuple[Tensor, Tensor]:
     return tensors[names[0]], tensors[names[1]]
 
 
-def load_tensors(
-    identity: Identity, names: list[str], optional: bool = False
-) -> dict[str, Tensor]:
+def load_tensors(identity: Identity, names: list[str], optional: bool = False) -> dict[str, Tensor]:
     """Some of the target's weights by their names in its files, as stored.
 
     With `optional`, names that the target does not have are left out; otherwise they raise UserError.

@@ -67,7 +67,8 @@ def drafter_config(settings: config.Drafter, identity: target.Identity) -> Draft
         mask_token_id=settings.mask_token_id,
         target_layer_ids=tuple(ids),
         num_target_layers=t.num_hidden_layers,
-        layer_types=("sliding_attention" if settings.sliding_window else "full_attention",) * layers,
+        layer_types=("sliding_attention" if settings.sliding_window else "full_attention",)
+        * layers,
         sliding_window=settings.sliding_window,
         bos_token_id=t.bos_token_id,
         eos_token_id=t.eos_token_ids[0] if t.eos_token_ids else None,
@@ -163,7 +164,11 @@ def pack_loss(
     weights = pack.weights_NB.to(device)
     rows = weights > 0
     total, _, right = loss.head_cross_entropy(
-        hidden[rows], head.head_VH, pack.labels_NB.to(device)[rows], weights[rows], machine.loss_rows
+        hidden[rows],
+        head.head_VH,
+        pack.labels_NB.to(device)[rows],
+        weights[rows],
+        machine.loss_rows,
     )
     correct = torch.zeros_like(rows)
     correct[rows] = right
@@ -182,7 +187,9 @@ def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:
 # --- checkpoints ------------------------------------------------------------------------------
 
 
-def fingerprint(settings: dict[str, Any], identity: target.Identity, shards: list) -> dict[str, Any]:
+def fingerprint(
+    settings: dict[str, Any], identity: target.Identity, shards: list
+) -> dict[str, Any]:
     """Everything that decides the final weights."""
     return {
         "settings": settings,
@@ -349,7 +356,11 @@ def train(
                 for key in ("loss", "accepted_by_position", "gradient_norm", "lr"):
                     writer.add_scalar(key, entry[key], step + 1)
                 history.append(entry)
-                bar.set_postfix(loss=f"{entry['loss']:.3f}", accepted=entry["accepted_by_position"])
+                bar.set_postfix(
+                    loss=f"{entry['loss']:.3f}",
+                    accepted=entry["accepted_by_position"],
+                    refresh=False,
+                )
                 sums = {}
             late = time.monotonic() - saved > 60 * machine.save_minutes
             if terminated or late or step + 1 == steps:

@@ -1,10 +1,12 @@
 # What all rules share: the checked settings, their names as wildcards, and the lock.
 import fcntl
+import os
+from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from dflash import config as settings
-from dflash.errors import UserError
+from dflash.errors import UserError, explain_oserror
 
 try:
     WORKFLOW = settings.load(config)
@@ -12,6 +14,15 @@ except UserError as e:
     raise WorkflowError(f"settings refused: {e}") from None
 
 RESULTS = WORKFLOW.results
+
+# Asked here, since Snakemake itself would end in a traceback when it looks for outputs there.
+above = next(path for path in (Path(RESULTS), *Path(RESULTS).absolute().parents) if path.exists())
+if not above.is_dir() or not os.access(above, os.W_OK):
+    raise WorkflowError(
+        f"results: {above} is {'not writable' if above.is_dir() else 'a file, not a folder'}; set"
+        " `results:` to a folder you may write"
+    )
+
 SOURCES = {source.name: source for source in WORKFLOW.corpus.sources}
 
 
@@ -24,9 +35,7 @@ wildcard_constraints:
 
 def stage(name, of=None):
     """Params function: canonical JSON of what decides a job's result. Snakemake tracks it."""
-    return lambda wildcards: settings.stage_settings(
-        WORKFLOW, name, wildcards[of] if of else ""
-    )
+    return lambda wildcards: settings.stage_settings(WORKFLOW, name, wildcards[of] if of else "")
 
 
 def machine(name):
@@ -57,11 +66,14 @@ def all_shards(pattern):
 onstart:
     # Snakemake's own lock outlives a killed run and then wants --unlock (the profiles turn it off);
     # this one is held by the kernel for exactly as long as this process lives.
-    Path(RESULTS).mkdir(parents=True, exist_ok=True)
-    workflow.dflash_lock = open(f"{RESULTS}/.lock", "w")
+    try:
+        Path(RESULTS).mkdir(parents=True, exist_ok=True)
+        workflow.dflash_lock = open(f"{RESULTS}/.lock", "w")
+    except OSError as e:
+        raise WorkflowError(f"results folder {RESULTS}: {explain_oserror(e)}") from None
     try:
         fcntl.flock(workflow.dflash_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise WorkflowError(
             f"another snakemake run is working on {RESULTS}; wait for it or stop it"
         ) from None

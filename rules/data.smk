@@ -5,8 +5,6 @@ rule target:
     """Fetch or convert the target model and write down exactly which one it is."""
     output:
         f"{RESULTS}/target/identity.json",
-    params:
-        settings=stage("target"),
     log:
         f"{RESULTS}/logs/target.log",
     benchmark:
@@ -18,6 +16,8 @@ rule target:
         gpu=0,
         mem_mb=WORKFLOW.machine.target.mem_mb,
         runtime=minutes("target"),
+    params:
+        settings=stage("target"),
     message:
         f"target: {WORKFLOW.target.model}"
     shell:
@@ -32,8 +32,6 @@ rule corpus:
     output:
         prompts=f"{RESULTS}/corpus/{{source}}.parquet",
         stats=f"{RESULTS}/corpus/{{source}}.json",
-    params:
-        settings=stage("corpus", of="source"),
     log:
         f"{RESULTS}/logs/corpus/{{source}}.log",
     benchmark:
@@ -45,6 +43,8 @@ rule corpus:
         gpu=0,
         mem_mb=WORKFLOW.machine.corpus.mem_mb,
         runtime=minutes("corpus"),
+    params:
+        settings=stage("corpus", of="source"),
     message:
         "corpus: prompts of {wildcards.source}"
     shell:
@@ -60,10 +60,6 @@ rule regenerate:
     output:
         tokens=f"{RESULTS}/tokens/{{source}}/{{shard}}.parquet",
         stats=f"{RESULTS}/tokens/{{source}}/{{shard}}.json",
-    params:
-        settings=stage("regenerate", of="source"),
-        machine=machine("regenerate"),
-        needs=needs("regenerate"),
     log:
         f"{RESULTS}/logs/regenerate/{{source}}.{{shard}}.log",
     benchmark:
@@ -75,6 +71,10 @@ rule regenerate:
         gpu=WORKFLOW.machine.regenerate.gpu,
         mem_mb=WORKFLOW.machine.regenerate.mem_mb,
         runtime=minutes("regenerate"),
+    params:
+        settings=stage("regenerate", of="source"),
+        machine=machine("regenerate"),
+        needs=needs("regenerate"),
     message:
         "regenerate: the target answers {wildcards.source} {wildcards.shard}"
     shell:
@@ -92,10 +92,6 @@ rule extract:
     output:
         shard=directory(f"{RESULTS}/features/{{source}}/{{shard}}.zarr"),
         manifest=f"{RESULTS}/features/{{source}}/{{shard}}.json",
-    params:
-        settings=stage("extract"),
-        machine=machine("extract"),
-        needs=needs("extract"),
     log:
         f"{RESULTS}/logs/extract/{{source}}.{{shard}}.log",
     benchmark:
@@ -107,6 +103,10 @@ rule extract:
         gpu=WORKFLOW.machine.extract.gpu,
         mem_mb=WORKFLOW.machine.extract.mem_mb,
         runtime=minutes("extract"),
+    params:
+        settings=stage("extract"),
+        machine=machine("extract"),
+        needs=needs("extract"),
     message:
         "extract: hidden states of {wildcards.source} {wildcards.shard}"
     shell:

@@ -12,11 +12,6 @@ rule evaluate:
         ),
     output:
         f"{RESULTS}/evaluate/{{drafter}}/{{task}}.json",
-    params:
-        settings=stage("evaluate", of="task"),
-        machine=machine("evaluate"),
-        needs=needs("evaluate"),
-        drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     log:
         f"{RESULTS}/logs/evaluate/{{drafter}}.{{task}}.log",
     benchmark:
@@ -28,6 +23,11 @@ rule evaluate:
         gpu=WORKFLOW.machine.evaluate.gpu,
         mem_mb=WORKFLOW.machine.evaluate.mem_mb,
         runtime=minutes("evaluate"),
+    params:
+        settings=stage("evaluate", of="task"),
+        machine=machine("evaluate"),
+        needs=needs("evaluate"),
+        drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     message:
         "evaluate: {wildcards.drafter} on {wildcards.task}"
     shell:
@@ -44,9 +44,6 @@ rule export:
         f"{RESULTS}/drafters/{{drafter}}/config.json",
     output:
         directory(f"{RESULTS}/export/{{drafter}}"),
-    params:
-        settings=stage("export"),
-        drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     log:
         f"{RESULTS}/logs/export/{{drafter}}.log",
     benchmark:
@@ -58,6 +55,9 @@ rule export:
         gpu=0,
         mem_mb=WORKFLOW.machine.export.mem_mb,
         runtime=minutes("export"),
+    params:
+        settings=stage("export"),
+        drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     message:
         "export: {wildcards.drafter}"
     shell:
@@ -72,9 +72,7 @@ rule report:
         corpus=expand(f"{RESULTS}/corpus/{{source}}.json", source=SOURCES),
         tokens=all_shards("tokens/{source}/{shard}.json"),
         features=all_shards("features/{source}/{shard}.json"),
-        training=expand(
-            f"{RESULTS}/drafters/{{drafter}}/training.json", drafter=WORKFLOW.drafters
-        ),
+        training=expand(f"{RESULTS}/drafters/{{drafter}}/training.json", drafter=WORKFLOW.drafters),
         evaluations=expand(
             f"{RESULTS}/evaluate/{{drafter}}/{{task}}.json",
             drafter=WORKFLOW.drafters,
@@ -84,10 +82,6 @@ rule report:
     output:
         html=f"{RESULTS}/report.html",
         summary=f"{RESULTS}/summary.json",
-    params:
-        settings=stage("report"),
-        benchmarks=lambda wildcards, resources: f"{RESULTS}/benchmarks",
-        exports=lambda wildcards, input: [f"{folder}/config.json" for folder in input.exports],
     log:
         f"{RESULTS}/logs/report.log",
     benchmark:
@@ -99,6 +93,10 @@ rule report:
         gpu=0,
         mem_mb=WORKFLOW.machine.report.mem_mb,
         runtime=minutes("report"),
+    params:
+        settings=stage("report"),
+        benchmarks=lambda wildcards, resources: f"{RESULTS}/benchmarks",
+        exports=lambda wildcards, input: [f"{folder}/config.json" for folder in input.exports],
     message:
         "report"
     shell:

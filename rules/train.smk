@@ -18,12 +18,6 @@ rule train:
             "config.json",
             "training.json",
         ),
-    params:
-        settings=stage("train", of="drafter"),
-        machine=machine("train"),
-        needs=needs("train"),
-        run=lambda wildcards, resources: f"{RESULTS}/runs/{wildcards.drafter}",
-        out=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     log:
         f"{RESULTS}/logs/train/{{drafter}}.log",
     benchmark:
@@ -35,6 +29,12 @@ rule train:
         gpu=WORKFLOW.machine.train.gpu,
         mem_mb=WORKFLOW.machine.train.mem_mb,
         runtime=minutes("train"),
+    params:
+        settings=stage("train", of="drafter"),
+        machine=machine("train"),
+        needs=needs("train"),
+        run=lambda wildcards, resources: f"{RESULTS}/runs/{wildcards.drafter}",
+        out=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     message:
         "train: drafter {wildcards.drafter}"
     shell:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path

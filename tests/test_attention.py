@@ -55,7 +55,9 @@ def assert_same(tensors, starts, anchors, block, see, group_rows, backend="chunk
     ours = attend(*tensors, layout, see, backend)
     theirs = slow(*tensors, starts, anchors, see)
     torch.testing.assert_close(ours, theirs, rtol=tol, atol=tol)
-    direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9), dtype=ours.dtype)
+    direction = torch.randn(
+        ours.shape, generator=torch.Generator().manual_seed(9), dtype=ours.dtype
+    )
     got = torch.autograd.grad(ours, tensors, direction)
     want = torch.autograd.grad(theirs, tensors, direction)
     for name, a, b in zip(NAMES, got, want, strict=True):

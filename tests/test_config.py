@@ -146,7 +146,9 @@ def test_stage_settings_hold_exactly_what_decides():
         for stage in config.STAGE_VERSION:
             name = {"corpus": "quickstart", "regenerate": "quickstart", "train": "d"}.get(stage, "")
             name = "heldout" if stage == "evaluate" else name
-            if config.stage_settings(base, stage, name) != config.stage_settings(other, stage, name):
+            if config.stage_settings(base, stage, name) != config.stage_settings(
+                other, stage, name
+            ):
                 out.append(stage)
         return out
 
@@ -187,7 +189,9 @@ def test_lock_pins_everything_that_is_required():
     import re
 
     pins = dict(
-        line.split("==") for line in (ROOT / "envs/lock.txt").read_text().splitlines() if "==" in line
+        line.split("==")
+        for line in (ROOT / "envs/lock.txt").read_text().splitlines()
+        if "==" in line
     )
     pinned = {re.sub(r"[-_.]+", "-", k).lower() for k in pins}
     for line in (ROOT / "envs/requirements.in").read_text().splitlines():

@@ -8,8 +8,8 @@ from dflash.attention import Layout
 from dflash.decode import generate
 from dflash.drafter import Drafter, DrafterConfig, block_input
 from dflash.errors import UserError
-from dflash.target import load_model
 from dflash.taps import Taps, run_decoder
+from dflash.target import load_model
 
 END = 1
 PROMPTS = [[5, 9, 200, 31], [7], [100, 101, 102, 103, 104, 105, 106, 107, 108], [50, 60, 70]]
@@ -88,7 +88,9 @@ def slow(model, drafter, prompt, limit, ends):
         _, features = read(context)
         ids = torch.tensor([new[-1]] + [drafter.config.mask_token_id] * (size - 1))
         layout = Layout(torch.tensor([0, len(context) + 1]), torch.tensor([len(context)]), size)
-        padded = torch.cat([features, torch.full_like(features[:1], 7.0)])  # the anchor's own: unseen
+        padded = torch.cat(
+            [features, torch.full_like(features[:1], 7.0)]
+        )  # the anchor's own: unseen
         hidden = drafter(padded, F.embedding(ids, embed)[None], layout, backend="dense")[0, 1:]
         guesses = model.get_output_embeddings()(hidden).argmax(-1).tolist()
         choices, _ = read(context + [new[-1]] + guesses)
@@ -133,7 +135,11 @@ def test_output_is_the_targets_own(model, with_drafter):
     responses, _ = generate(model, PROMPTS, 40, [END], drafter)
     for prompt, response in zip(PROMPTS, responses, strict=True):
         own = model.generate(
-            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=END, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=END,
+            pad_token_id=0,
         )
         assert response.tokens == own[0, len(prompt) :].tolist()
 

@@ -26,7 +26,9 @@ from dflash.target import load_model, read_identity
 OFFICIAL = Path(os.environ.get("DFLASH_OFFICIAL", ROOT / ".venv/official"))
 
 
-def official(tmp_path: Path, target: Path, drafter: Path, prompts: list[list[int]], limit: int, block: int):
+def official(
+    tmp_path: Path, target: Path, drafter: Path, prompts: list[list[int]], limit: int, block: int
+):
     """What the official package decodes, in its own process; float32, greedy, CPU."""
     assert (OFFICIAL / "dflash").is_dir(), (
         f"{OFFICIAL} holds no official package; `make test` installs it, or run pip install "
@@ -57,7 +59,9 @@ def test_the_workflows_export_decodes_the_same(finished, tmp_path):
     prompts = [p for p in read_prompts(folder / "corpus/toy.parquet") if p.split == "heldout"][:10]
     ids = [p.prompt_ids for p in prompts]
     drafter = load_drafter(folder / "export/small")
-    responses, _ = generate(load_model(identity, "float32"), ids, 40, identity.eos_token_ids, drafter)
+    responses, _ = generate(
+        load_model(identity, "float32"), ids, 40, identity.eos_token_ids, drafter
+    )
     theirs = official(tmp_path, Path(identity.folder), folder / "export/small", ids, 40, 4)
     assert_same(theirs, responses)
     gained = [x for r in responses for x in r.cycles]

@@ -237,9 +237,17 @@ def test_no_weight_decay_on_norms(features):
     assert {p.dim() for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_samples(features, tmp_path):
+def test_a_loss_that_is_not_finite_stops_and_names_the_samples(features, tmp_path, monkeypatch):
+    original = train.pack_loss
+
+    def broken(*args):
+        total, correct = original(*args)
+        return total * math.nan, correct
+
+    monkeypatch.setattr(train, "pack_loss", broken)
     with pytest.raises(UserError, match="not finite .*samples [0-9a-f]{16}"):
-        run(features, tmp_path / "r", drafter_settings(lr=0.999, clip=1e30, epochs=400.0))
+        run(features, tmp_path / "r")
+    assert train.checkpoints(tmp_path / "r") == []
 
 
 def test_taps_that_are_not_stored_are_refused(features):

@@ -144,7 +144,16 @@ def test_killed_in_every_stage_it_still_ends_in_the_same_weights(finished, tmp_p
     path.write_text(json.dumps(config))
     checkpoints = lambda: any((tmp_path / "results/runs/small").glob("*/step-*"))  # noqa: E731
     always = lambda: True  # noqa: E731
-    for stage in ("target", "corpus", "regenerate", "extract", "train", "evaluate", "export", "report"):
+    for stage in (
+        "target",
+        "corpus",
+        "regenerate",
+        "extract",
+        "train",
+        "evaluate",
+        "export",
+        "report",
+    ):
         run = snakemake(tmp_path, path, wait=False)
         ready = checkpoints if stage == "train" else always
         kill_when(run, tmp_path, stage, ready, whole_group=stage in ("extract", "train"))

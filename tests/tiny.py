@@ -21,7 +21,9 @@ def prompts(count: int = 30) -> list[dict[str, str]]:
         {
             "id": f"p{i}",
             "kind": "odd" if i % 2 else "even",
-            "prompt": " ".join(WORDS[(i * 7 + j * (1 + i % 5)) % len(WORDS)] for j in range(3 + i % 6)),
+            "prompt": " ".join(
+                WORDS[(i * 7 + j * (1 + i % 5)) % len(WORDS)] for j in range(3 + i % 6)
+            ),
         }
         for i in range(count)
     ]

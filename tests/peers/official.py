@@ -22,6 +22,7 @@ R.json  a list, one entry a prompt, in order:
 --block-input X.st  with --dump-block: also run the drafter on `features [1,S,T*H]`, `block_ids [1,B]` of this file
                     (context positions 0..S-1, block positions S..S+B-1, no cache) and add `hidden [1,B,H]`.
 """
+
 import argparse
 import importlib.metadata
 import json
@@ -40,14 +41,23 @@ VERSION = "0.1.0"
 
 
 def parse_args():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--target", required=True)
     p.add_argument("--drafter", required=True)
     p.add_argument("--prompts", help="JSON: list of lists of token ids")
     p.add_argument("--max-new-tokens", type=int, default=64)
-    p.add_argument("--block-size", type=int, help="default: the drafter's; 1 = plain decoding, no drafts")
+    p.add_argument(
+        "--block-size", type=int, help="default: the drafter's; 1 = plain decoding, no drafts"
+    )
     p.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-    p.add_argument("--attn", choices=["sdpa", "eager"], default="sdpa", help="target only; the package's drafter is always sdpa")
+    p.add_argument(
+        "--attn",
+        choices=["sdpa", "eager"],
+        default="sdpa",
+        help="target only; the package's drafter is always sdpa",
+    )
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--dump-block")
     p.add_argument("--block-input")
@@ -74,16 +84,21 @@ def official():
     try:
         dist = importlib.metadata.distribution("dflash")
     except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(f"found {dflash.__file__}, an uninstalled package; expected {want}") from None
+        raise SystemExit(
+            f"found {dflash.__file__}, an uninstalled package; expected {want}"
+        ) from None
     mine = pathlib.Path(dist.locate_file("dflash/__init__.py")).resolve()
     if dist.version != VERSION or mine != pathlib.Path(dflash.__file__).resolve():
         raise SystemExit(f"found dflash {dist.version}, module {dflash.__file__}; expected {want}")
     import dflash.model
+
     return dflash.model
 
 
 def load_target(folder, dtype, attn):
-    target, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn, output_loading_info=True)
+    target, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attn, output_loading_info=True
+    )
     refuse_partial(folder, info)
     return target.eval()
 
@@ -91,14 +106,19 @@ def load_target(folder, dtype, attn):
 def load_drafter(pkg, folder, dtype):
     two = "DFlash2DraftModel" in (AutoConfig.from_pretrained(folder).architectures or [])
     cls = pkg.DFlash2DraftModel if two else pkg.DFlashDraftModel
-    drafter, info = cls.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+    drafter, info = cls.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+    )
     refuse_partial(folder, info)
     return drafter.eval()
 
 
 def refuse_partial(folder, info):
     """transformers only warns about absent tensors and leaves them random; a comparison must not."""
-    bad = {k: sorted(map(str, info.get(k) or ())) for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")}
+    bad = {
+        k: sorted(map(str, info.get(k) or ()))
+        for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    }
     bad = {k: v for k, v in bad.items() if v}
     if bad:
         raise SystemExit(f"{folder}: the checkpoint does not fit the model: {bad}")
@@ -133,8 +153,14 @@ class FirstCycle:
 def run_block(target, drafter, x):
     scale = float(drafter.config.dflash_config.get("input_embedding_scale", 1.0))
     S, B = x["features"].shape[1], x["block_ids"].shape[1]
-    emb = torch.nn.functional.embedding(x["block_ids"], target.get_input_embeddings().weight) * scale
-    return drafter(target_hidden=x["features"].to(emb.dtype), noise_embedding=emb, position_ids=torch.arange(S + B)[None])
+    emb = (
+        torch.nn.functional.embedding(x["block_ids"], target.get_input_embeddings().weight) * scale
+    )
+    return drafter(
+        target_hidden=x["features"].to(emb.dtype),
+        noise_embedding=emb,
+        position_ids=torch.arange(S + B)[None],
+    )
 
 
 def main():
@@ -148,25 +174,57 @@ def main():
     target, drafter = load_target(a.target, dtype, a.attn), load_drafter(pkg, a.drafter, dtype)
     block = drafter.block_size if a.block_size is None else a.block_size
     stops = stop_ids(target)
-    versions = {"dflash": VERSION, "torch": torch.__version__, "transformers": transformers.__version__}
-    settings = {"dtype": a.dtype, "target_attn": a.attn, "drafter_attn": "sdpa", "block_size": block, "max_new_tokens": a.max_new_tokens,
-                "target_layer_ids": list(drafter.target_layer_ids), "mask_token_id": drafter.mask_token_id,
-                "drafter_class": type(drafter).__name__, "threads": a.threads}
+    versions = {
+        "dflash": VERSION,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    settings = {
+        "dtype": a.dtype,
+        "target_attn": a.attn,
+        "drafter_attn": "sdpa",
+        "block_size": block,
+        "max_new_tokens": a.max_new_tokens,
+        "target_layer_ids": list(drafter.target_layer_ids),
+        "mask_token_id": drafter.mask_token_id,
+        "drafter_class": type(drafter).__name__,
+        "threads": a.threads,
+    }
     seen, dump, results = FirstCycle(drafter), {}, []
 
     if a.block_input:
         dump["hidden"] = run_block(target, drafter, load_file(a.block_input))
     for i, prompt in enumerate(json.load(open(a.prompts)) if a.prompts else []):
         seen.reset()
-        r = pkg.dflash_generate(drafter, target, torch.tensor([prompt]), a.max_new_tokens, stops, temperature=0.0,
-                                block_size=block, return_stats=True)
-        tokens = r.output_ids[0, r.num_input_tokens:].tolist()
+        r = pkg.dflash_generate(
+            drafter,
+            target,
+            torch.tensor([prompt]),
+            a.max_new_tokens,
+            stops,
+            temperature=0.0,
+            block_size=block,
+            return_stats=True,
+        )
+        tokens = r.output_ids[0, r.num_input_tokens :].tolist()
         cycles = [int(n) for n in r.acceptance_lengths]
-        assert r.output_ids[0, :len(prompt)].tolist() == prompt and r.num_input_tokens == len(prompt)
+        assert r.output_ids[0, : len(prompt)].tolist() == prompt and r.num_input_tokens == len(
+            prompt
+        )
         assert 1 + sum(cycles) == len(tokens) <= a.max_new_tokens, (i, cycles, len(tokens))
-        results.append({"tokens": tokens, "accepted_plus_one": cycles, "drafted": seen.sizes if block > 1 else [1] * len(cycles),
-                        "stopped": tokens[-1] in (stops or []), "stop_token_ids": stops, "prefill_seconds": r.time_to_first_token,
-                        "seconds_per_token": r.time_per_output_token, "settings": settings, "versions": versions})
+        results.append(
+            {
+                "tokens": tokens,
+                "accepted_plus_one": cycles,
+                "drafted": seen.sizes if block > 1 else [1] * len(cycles),
+                "stopped": tokens[-1] in (stops or []),
+                "stop_token_ids": stops,
+                "prefill_seconds": r.time_to_first_token,
+                "seconds_per_token": r.time_per_output_token,
+                "settings": settings,
+                "versions": versions,
+            }
+        )
         if a.dump_block and seen.first is not None:
             n = seen.sizes[0]
             dump[f"{i}.features"], dump[f"{i}.hidden"] = seen.first
