@@ -117,7 +117,7 @@ class Corpus(Settings):
     """Where the prompts come from, and which of them are kept for evaluation."""
 
     sources: list[Source] = Field(
-        [Source(name="quickstart", path="config/prompts/quickstart.jsonl", shards=2)],
+        [Source(name="quickstart", path="config/prompts/quickstart.jsonl")],
         min_length=1,
         description="The prompt files. A new source adds shards and recomputes nothing.",
     )
@@ -675,19 +675,21 @@ DEMO: dict[str, Any] = {
     # float32, since processors without bf16 matrix units are slower in bf16
     "target": {"dtype": "float32"},
     "corpus": {
-        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "shards": 2}],
+        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl"}],
         "heldout_share": 0.22,
     },
-    "regenerate": {"max_new_tokens": 112},
+    "regenerate": {"max_new_tokens": 96},
     "drafters": {
         "demo": {
-            "block_size": 8,
+            # At a given time many small steps teach more than few large ones, and slots beyond the
+            # fifth are hardly ever accepted after so short a training (docs/log.md).
+            "block_size": 6,
             "num_hidden_layers": 3,
             "mask_token_id": 5,
             "training": {
-                "epochs": 8.0,
-                "documents_per_step": 8,
-                "anchors_per_document": 32,
+                "epochs": 5.0,
+                "documents_per_step": 4,
+                "anchors_per_document": 16,
                 "lr": 1.5e-3,
                 "dtype": "float32",
                 "loss": {"head_tokens": 4096},
@@ -696,6 +698,9 @@ DEMO: dict[str, Any] = {
     },
     "evaluate": {"max_new_tokens": 48},
     "machine": {
+        "target": {"threads": 2},
+        "regenerate": {"gpu": 1, "threads": 2, "batch_size": 128},
+        "extract": {"gpu": 1, "threads": 2},
         "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
         "evaluate": {"gpu": 1, "threads": 2},
     },
