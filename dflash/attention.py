@@ -157,35 +157,34 @@ def attend(
         groups, masks = layout.groups, layout.masks(see, q_NBQd.device)
     else:
         raise ValueError(f"no attention backend {backend!r}; there are chunked and dense")
-    out = [
-        _attend_group(
-            q_NBQd[g.first : g.last],
-            torch.cat([k_SKd[g.low : g.high], k_NBKd[g.first : g.last].flatten(0, 1)]),
-            torch.cat([v_SKd[g.low : g.high], v_NBKd[g.first : g.last].flatten(0, 1)]),
-            mask,
+    out = []
+    for g, mask in zip(groups, masks, strict=True):
+        k_LKd = torch.cat([k_SKd[g.low : g.high], k_NBKd[g.first : g.last].flatten(0, 1)])
+        v_LKd = torch.cat([v_SKd[g.low : g.high], v_NBKd[g.first : g.last].flatten(0, 1)])
+        rows_RQd = q_NBQd[g.first : g.last].flatten(0, 1)
+        seen = folded(
+            rows_RQd[None],
+            k_LKd.transpose(0, 1)[None],
+            v_LKd.transpose(0, 1)[None],
+            mask[None, None],
         )
-        for g, mask in zip(groups, masks, strict=True)
-    ]
+        out.append(seen[0].unflatten(0, (-1, layout.block_size)))
     return torch.cat(out) if out else torch.zeros_like(q_NBQd)
 
 
-def _attend_group(
-    q_CBQd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, mask_RL: torch.Tensor
+def folded(
+    q_nRQd: torch.Tensor, k_nKLd: torch.Tensor, v_nKLd: torch.Tensor, mask_n1RL: torch.Tensor
 ) -> torch.Tensor:
-    """One group: R = C·B rows over L keys.
+    """Masked attention of R query rows over L keys with grouped heads, [n, R, Q, d].
 
     The G query heads of a key head become G·R rows of it. `enable_gqa` with a mask has no fused CUDA
-    kernel and falls silently to the math one; folded, it is plain attention with K heads on any
-    kernel.
+    kernel and falls silently to the math one, and repeating the keys copies them G times; folded, it
+    is plain attention with K heads on any kernel.
     """
-    c, b, heads, d = q_CBQd.shape
-    kv = k_LKd.shape[1]
+    n, r, heads, d = q_nRQd.shape
+    kv = k_nKLd.shape[1]
     g = heads // kv
-    q_KRd = q_CBQd.reshape(c * b, kv, g, d).permute(1, 2, 0, 3).reshape(kv, g * c * b, d)
-    out = F.scaled_dot_product_attention(
-        q_KRd[None],
-        k_LKd.transpose(0, 1)[None],
-        v_LKd.transpose(0, 1)[None],
-        attn_mask=mask_RL.repeat(g, 1)[None, None],
-    )
-    return out[0].view(kv, g, c * b, d).permute(2, 0, 1, 3).reshape(c, b, heads, d)
+    q_nKRd = q_nRQd.reshape(n, r, kv, g, d).permute(0, 2, 3, 1, 4).reshape(n, kv, g * r, d)
+    mask = mask_n1RL.repeat(1, 1, g, 1)
+    out = F.scaled_dot_product_attention(q_nKRd, k_nKLd, v_nKLd, attn_mask=mask)
+    return out.view(n, kv, g, r, d).permute(0, 3, 1, 2, 4).reshape(n, r, heads, d)

@@ -700,7 +700,7 @@ DEMO: dict[str, Any] = {
     "machine": {
         "target": {"threads": 2},
         "regenerate": {"gpu": 1, "threads": 2, "batch_size": 128},
-        "extract": {"gpu": 1, "threads": 2},
+        "extract": {"gpu": 1, "threads": 2, "batch_tokens": 4096},
         "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
         "evaluate": {"gpu": 1, "threads": 2},
     },

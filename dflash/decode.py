@@ -18,13 +18,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
-from dflash.attention import Visibility
+from dflash.attention import Visibility, folded
 from dflash.drafter import Drafter, block_input
 from dflash.errors import UserError
 from dflash.taps import Taps
+
+
+# The prompts are read in pieces of about so many tokens (rows times columns): enough for a full
+# matrix product, and small enough that temporaries stay below the size at which the C library returns
+# memory to the system after every use (on a CPU that halved the speed at 25,000).
+PREFILL_TOKENS = 4096
 
 
 class Places:
@@ -185,10 +190,7 @@ class DrafterRunner:
         past_k, past_v = cache.read(self.length)
         k = torch.cat([past_k, k.transpose(1, 2)], dim=2)
         v = torch.cat([past_v, v.transpose(1, 2)], dim=2)
-        heads = q.shape[2] // k.shape[1]
-        k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
-        return out.transpose(1, 2)
+        return folded(q, k, v, mask)
 
 
 @dataclass
@@ -254,10 +256,14 @@ def generate(
     at_nL = torch.arange(longest, device=device).expand(n, -1)
     lengths_n = torch.tensor([len(p) for p in prompts], device=device)
     rows_n = torch.arange(n, device=device)
-    hidden, taps = target(ids_nL, at_nL)
-    last_n = pick(target.logits(hidden[rows_n, lengths_n - 1]))
-    if drafter:
-        draft.read_context(taps, at_nL)
+    ends_nH = []
+    for columns in (torch.arange(longest, device=device)).split(max(1, PREFILL_TOKENS // n)):
+        hidden, taps = target(ids_nL[:, columns], at_nL[:, columns])
+        if drafter:
+            draft.read_context(taps, at_nL[:, columns])
+        ends_nH.append(hidden[rows_n, (lengths_n - 1 - columns[0]).clamp(0, len(columns) - 1)])
+    piece_n = (lengths_n - 1) // max(1, PREFILL_TOKENS // n)
+    last_n = pick(target.logits(torch.stack(ends_nH)[piece_n, rows_n]))
     timing.prefill = clock.lap()
 
     anchor_n = lengths_n  # position of the last token, which the caches do not hold yet

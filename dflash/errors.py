@@ -12,6 +12,7 @@ class UserError(Exception):
 
 def entrypoint(main: Callable[[list[str] | None], None]) -> None:
     """Run a stage's `main`; turn a `UserError` and a refused file access into one clear line."""
+    sys.stdout.reconfigure(line_buffering=True)  # also when piped: a log in the order things happen
     try:
         main(None)
     except UserError as e:

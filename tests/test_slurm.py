@@ -1,4 +1,4 @@
-"""The workflow on SLURM: the real plugin and profiles/slurm with the stand-in commands of tests/slurm."""
+"""The workflow on SLURM: the real plugin and profile, on the stand-in commands of tests/slurm."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import json
 import os
@@ -95,6 +96,25 @@ def test_settings_are_refused_before_any_job(finished):
     assert done.returncode != 0
     assert "drafters.small.training.lrr" in said and "did you mean `lr`" in said
     assert "Traceback" not in said
+
+
+def test_a_second_run_at_the_same_time_is_refused(finished):
+    folder, config, _ = finished
+    with open(folder / "results/.lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = snakemake(folder, changed(config, "evaluate.max_new_tokens", 20))
+    assert done.returncode != 0
+    assert "another snakemake run is working on results" in done.stdout + done.stderr
+    assert planned(folder, config) == []
+
+
+@pytest.mark.parametrize("results", ["prompts.jsonl", "prompts.jsonl/results"])
+def test_an_unusable_results_folder_is_refused(finished, results):
+    folder, config, _ = finished
+    done = snakemake(folder, changed(config, "results", results), "--dry-run")
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "Traceback" not in said
+    assert "prompts.jsonl is a file, not a folder; set `results:`" in said
 
 
 def test_the_published_recipe_plans(tmp_path):
