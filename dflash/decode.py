@@ -25,7 +25,6 @@ from dflash.drafter import Drafter, block_input
 from dflash.errors import UserError
 from dflash.taps import Taps
 
-
 # The prompts are read in pieces of about so many tokens (rows times columns): enough for a full
 # matrix product, and small enough that temporaries stay below the size at which the C library returns
 # memory to the system after every use (on a CPU that halved the speed at 25,000).

@@ -203,7 +203,7 @@ def lock(run: Path):
     handle = open(run / "lock", "w")  # noqa: SIM115 (held until the process ends)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UserError(f"{run}: another trainer is running here; wait for it or stop it") from None
     return handle
 

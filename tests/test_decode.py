@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dflash import decode
 from dflash.attention import Layout
 from dflash.decode import generate
 from dflash.drafter import Drafter, DrafterConfig, block_input
@@ -144,8 +145,10 @@ def test_output_is_the_targets_own(model, with_drafter):
         assert response.tokens == own[0, len(prompt) :].tolist()
 
 
-def test_together_equals_one_by_one(model):
+@pytest.mark.parametrize("pieces", [4096, 8, 1])
+def test_together_equals_one_by_one(model, pieces, monkeypatch):
     drafter = fit(model, make_drafter())
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", pieces)  # prompts read in one or many pieces
     together, _ = generate(model, PROMPTS, 30, [END], drafter)
     for prompt, response in zip(PROMPTS, together, strict=True):
         (alone,), _ = generate(model, [prompt], 30, [END], drafter)
