@@ -19,11 +19,49 @@ from pathlib import Path
 CASES = [(16, 32), (64, 64), (128, 64)]  # prompts, new tokens
 
 
+def own_greedy(
+    model, prompts: list, limit: int, eos: list[int], batch_size: int
+) -> dict[str, list[int]]:
+    """Greedy responses by sample id from Hugging Face's `generate`."""
+    import torch
+    from transformers import GenerationConfig
+
+    # The model's own generation_config may sample or penalise, and fills whatever is left unset.
+    model.generation_config = GenerationConfig()
+    asked = GenerationConfig(
+        do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=eos[0]
+    )
+    found = {}
+    order = sorted(prompts, key=lambda p: len(p.prompt_ids))
+    for i in range(0, len(order), batch_size):
+        batch = order[i : i + batch_size]
+        width = max(len(p.prompt_ids) for p in batch)
+        ids = torch.full((len(batch), width), eos[0])
+        mask = torch.zeros_like(ids)
+        for row, p in enumerate(batch):
+            ids[row, width - len(p.prompt_ids) :] = torch.tensor(p.prompt_ids)
+            mask[row, width - len(p.prompt_ids) :] = 1
+        out = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=asked,
+        )
+        for p, row in zip(batch, out[:, width:].tolist(), strict=True):
+            found[p.sample_id] = until_end(row, eos)
+    return found
+
+
+def until_end(ids: list[int], ends: list[int]) -> list[int]:
+    """The ids up to and including the first end token; what follows is padding."""
+    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: stop + 1]
+
+
 def one(system: str, results: Path, prompts: int, tokens: int, threads: int) -> dict:
     """Answer the prompts with one system, in this process."""
     import torch
 
-    from dflash import config, evaluate, regenerate
+    from dflash import config, regenerate
     from dflash.corpus import read_prompts
     from dflash.target import load_model, read_identity
 
@@ -33,13 +71,13 @@ def one(system: str, results: Path, prompts: int, tokens: int, threads: int) -> 
     chosen = sorted(every, key=lambda p: len(p.prompt_ids))[len(every) // 4 :][:prompts]
     model = load_model(identity, "float32")
     ends = identity.eos_token_ids
-    evaluate.own_greedy(model, chosen[:2], 2, ends, 2)  # warm up
+    own_greedy(model, chosen[:2], 2, ends, 2)  # warm up
     begun = time.perf_counter()
     if system == "ours":
         greedy = config.Regenerate(max_new_tokens=tokens)
         found = regenerate.answers(model, identity, chosen, greedy, prompts)
     else:
-        found = evaluate.own_greedy(model, chosen, tokens, ends, prompts)
+        found = own_greedy(model, chosen, tokens, ends, prompts)
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "tokens": sum(map(len, found.values())), "found": found}
 

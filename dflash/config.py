@@ -675,34 +675,37 @@ DEMO: dict[str, Any] = {
     # float32, since processors without bf16 matrix units are slower in bf16
     "target": {"dtype": "float32"},
     "corpus": {
-        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl"}],
-        "heldout_share": 0.22,
+        # of the 786 prompts as many as two cores can answer at length in the time
+        "sources": [
+            {"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "limit": 480}
+        ],
+        "heldout_share": 0.33,
     },
-    "regenerate": {"max_new_tokens": 96},
+    "regenerate": {"max_new_tokens": 224},
     "drafters": {
         "demo": {
-            # At a given time many small steps teach more than few large ones, and slots beyond the
-            # fifth are hardly ever accepted after so short a training (docs/log.md).
+            # In a given time many small steps teach more than few large ones, and slots beyond the
+            # fifth are seldom accepted after so short a training (docs/log.md).
             "block_size": 6,
             "num_hidden_layers": 3,
             "mask_token_id": 5,
             "training": {
-                "epochs": 5.0,
+                "epochs": 11.0,
                 "documents_per_step": 4,
-                "anchors_per_document": 16,
-                "lr": 1.5e-3,
+                "anchors_per_document": 20,
+                "lr": 2.0e-3,
                 "dtype": "float32",
                 "loss": {"head_tokens": 4096},
             },
         }
     },
-    "evaluate": {"max_new_tokens": 48},
+    "evaluate": {"max_new_tokens": 192, "timed_prompts_per_kind": 1},
     "machine": {
         "target": {"threads": 2},
         "regenerate": {"gpu": 1, "threads": 2, "batch_size": 128},
         "extract": {"gpu": 1, "threads": 2, "batch_tokens": 4096},
         "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
-        "evaluate": {"gpu": 1, "threads": 2},
+        "evaluate": {"gpu": 1, "threads": 2, "batch_size": 60},
     },
 }
 

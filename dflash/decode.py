@@ -93,15 +93,16 @@ class TargetRunner:
 
     def __init__(self, model: torch.nn.Module, tap_ids: list[int], n: int, places: int):
         text = model.config.get_text_config()
-        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-        other = sorted(set(kinds) - set(self.KINDS))
+        self.window = getattr(text, "sliding_window", None)
+        uniform = "sliding_attention" if self.window else "full_attention"  # Mistral, for one
+        kinds = set(getattr(text, "layer_types", None) or [uniform])
+        other = sorted(kinds - set(self.KINDS))
         if other:
             raise UserError(
                 f"the target has layers of kind {', '.join(other)}, whose cache cannot be rewound; "
                 "decoding supports full and sliding attention"
             )
         self.model, self.kinds = model, kinds
-        self.window = getattr(text, "sliding_window", None)
         self.device = next(model.parameters()).device
         self.cache = TargetCache(n, places, text.num_hidden_layers)
         self.tap_ids = tap_ids
@@ -117,14 +118,13 @@ class TargetRunner:
         self.cache.at_nL, self.cache.length = at_nL, length
         place = torch.arange(length, device=self.device)
         back = at_nL[:, None, :, None] - place  # [n, 1, L, length]
-        masks = {"full_attention": back >= 0}
-        if "sliding_attention" in self.kinds:
-            masks["sliding_attention"] = (back >= 0) & (back < self.window)
+        far = {"full_attention": length, "sliding_attention": self.window}
+        masks = {kind: (back >= 0) & (back < far[kind]) for kind in sorted(self.kinds)}
         with Taps(self.model, self.tap_ids) as taps:
             out = self.model.get_decoder()(
                 input_ids=ids_nL,
                 position_ids=at_nL,
-                attention_mask=masks if len(masks) > 1 else masks["full_attention"],
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 use_cache=True,
                 **{self.cache_name: self.cache},
             )

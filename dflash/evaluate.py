@@ -4,8 +4,8 @@
         --drafter results/drafters/demo --task heldout --prompts results/corpus/*.parquet \\
         --out results/evaluate/demo/heldout.json
 
-Three passes over the task's prompts: speculative decoding in batches (acceptance), the target's own
-greedy decoding by Hugging Face `generate` (the check that outputs are identical, in float32), and a
+Three passes over the task's prompts: speculative decoding in batches (acceptance), a forward of the
+target over what came out (the check that it is the target's own greedy output, in float32), and a
 few prompts of each kind one at a time with and without the drafter in the same loop (speed-up).
 The drafter's weights are rounded to bfloat16 first: what is measured is what is exported.
 """
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from dflash import config, target
 from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
@@ -29,6 +28,7 @@ from dflash.drafter import DTYPES, Drafter, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
 from dflash.progress import progress
+from dflash.taps import run_decoder
 
 
 def acceptance(cycles_of: Iterable[list[int]], block_size: int) -> dict[str, Any]:
@@ -107,44 +107,40 @@ def decode_all(
 
 
 @torch.inference_mode()
-def own_greedy(
-    model: torch.nn.Module, prompts: list[Prompt], limit: int, eos: list[int], batch_size: int
-) -> dict[str, list[int]]:
-    """The target's own greedy responses by sample id, from Hugging Face's `generate`.
+def own_greedy_outputs(
+    model: torch.nn.Module,
+    prompts: list[Prompt],
+    responses: list[Response],
+    limit: int,
+    eos: list[int],
+    batch_tokens: int = 4096,
+) -> list[bool]:
+    """Whether each response is the target's own greedy output.
 
-    Another implementation than ours on purpose: a fault of our loop cannot hide in it.
+    By induction: it is, if each of its tokens is the argmax of the target's logits after the tokens
+    before it, and it stops at its first end token or at the limit and not elsewhere. One forward of
+    the Hugging Face model, without any cache and none of our decoding loop, tells all of that.
     """
-    # The model's own generation_config may sample or penalise, and fills whatever is left unset.
-    model.generation_config = GenerationConfig()
-    asked = GenerationConfig(
-        do_sample=False, max_new_tokens=limit, eos_token_id=eos, pad_token_id=eos[0]
-    )
-    found = {}
-    order = sorted(prompts, key=lambda p: len(p.prompt_ids))
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].prompt_ids))
+    same = [False] * len(prompts)
     with progress(desc="check", total=len(prompts), unit="prompts") as bar:
-        for i in range(0, len(order), batch_size):
-            batch = order[i : i + batch_size]
-            width = max(len(p.prompt_ids) for p in batch)
-            ids = torch.full((len(batch), width), eos[0])
-            mask = torch.zeros_like(ids)
-            for row, p in enumerate(batch):
-                ids[row, width - len(p.prompt_ids) :] = torch.tensor(p.prompt_ids)
-                mask[row, width - len(p.prompt_ids) :] = 1
-            out = model.generate(
-                input_ids=ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                generation_config=asked,
-            )
-            for p, row in zip(batch, out[:, width:].tolist(), strict=True):
-                found[p.sample_id] = until_end(row, eos)
+        while order:
+            width = max(len(prompts[i].prompt_ids) + len(responses[i].tokens) for i in order)
+            batch = order[: max(1, batch_tokens // width)]
+            del order[: len(batch)]
+            rows = [prompts[i].prompt_ids + responses[i].tokens for i in batch]
+            # padding on the right, where the causal mask hides it from every real token
+            ids = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows])
+            hidden = run_decoder(model, input_ids=ids.to(model.device), use_cache=False)
+            for i, row, states in zip(batch, rows, hidden.last_hidden_state, strict=True):
+                tokens, first = responses[i].tokens, len(prompts[i].prompt_ids) - 1
+                logits = model.get_output_embeddings()(states[first : len(row) - 1])
+                stops = [t in eos for t in tokens]
+                ended = stops[-1] or len(tokens) == limit
+                own = logits.argmax(-1).tolist() == tokens
+                same[i] = own and ended and not any(stops[:-1])
             bar.update(len(batch))
-    return found
-
-
-def until_end(ids: list[int], ends: list[int]) -> list[int]:
-    """The ids up to and including the first end token; what follows is padding."""
-    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
-    return ids[: stop + 1]
+    return same
 
 
 def time_some(
@@ -184,7 +180,7 @@ def measure(
     responses = decode_all(model, drafter, prompts, settings, eos, machine.batch_size)
     checked = settings.dtype == "float32"  # in bf16 near-ties differ, so identity says nothing
     if checked:
-        own = own_greedy(model, prompts, settings.max_new_tokens, eos, machine.batch_size)
+        same = own_greedy_outputs(model, prompts, responses, settings.max_new_tokens, eos)
     rows = [
         {
             "sample_id": prompt.sample_id,
@@ -194,9 +190,9 @@ def measure(
             "tokens": len(response.tokens),
             "tokens_sha256": text_sha256(config.canonical(response.tokens)),
             "cycles": response.cycles,
-            "identical": response.tokens == own[prompt.sample_id] if checked else None,
+            "identical": same[i] if checked else None,
         }
-        for prompt, response in zip(prompts, responses, strict=True)
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
     timed = time_some(
         model, drafter, select_per_kind(prompts, settings.timed_prompts_per_kind), settings, eos

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import SHAPE
 
 from dflash import decode
 from dflash.attention import Layout
@@ -153,6 +154,35 @@ def test_together_equals_one_by_one(model, pieces, monkeypatch):
     for prompt, response in zip(PROMPTS, together, strict=True):
         (alone,), _ = generate(model, [prompt], 30, [END], drafter)
         assert alone == response
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3 mixed"])
+def test_targets_with_sliding_windows(family):
+    """Windows far shorter than the text, in all layers or in some: still the target's own output."""
+    from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = SHAPE | {"num_hidden_layers": 3, "sliding_window": 6}
+    torch.manual_seed(5)
+    if family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**shape))
+    else:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        config = Qwen3Config(**shape, use_sliding_window=True, layer_types=kinds)
+        model = Qwen3ForCausalLM(config)
+    model = model.double().eval()
+    responses, _ = generate(model, PROMPTS, 30, [END])
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        own = model.generate(
+            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=END,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert response.tokens == own[0, len(prompt) :].tolist()
+    for layer in model.model.layers:  # the windows matter at this length
+        layer.self_attn.sliding_window = None
+    model.config.sliding_window = None
+    model.config.layer_types = ["full_attention"] * 3
+    wide, _ = generate(model, PROMPTS, 30, [END])
+    assert [r.tokens for r in wide] != [r.tokens for r in responses]
 
 
 def test_a_target_with_linear_attention_is_refused(model):
