@@ -291,7 +291,8 @@ class Evaluate(Settings):
 
 
 class Machine(Settings):
-    """How one stage runs. Changes nothing in the results, so nothing reruns when it changes."""
+    """How one stage runs. Changes no tokens, weights or acceptance, so nothing reruns when it changes;
+    only measured speed depends on it, and the evaluation says on what it was measured."""
 
     gpu: int = Field(
         0, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU)."

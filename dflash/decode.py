@@ -285,10 +285,11 @@ def generate(
         choice_nB = pick(logits[:, 0])[:, None] if choose else logits.argmax(-1)
         same = (ids_nB[:, 1:] == choice_nB[:, :-1]) & (slots[1:] < length_n[:, None])
         right = same.long().cumprod(-1).sum(-1)  # accepted slots, [n]
+        timing.verify += clock.lap()
         if drafter:
             # Context of rejected slots is written too and overwritten by the next cycle's.
             draft.read_context(taps, at_nB)
-        timing.verify += clock.lap()
+            timing.draft += clock.lap()
         running = torch.tensor(going, device=device)
         kept = _take(
             responses,

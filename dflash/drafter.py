@@ -130,10 +130,23 @@ class DrafterConfig:
         inner = data.get("dflash_config") or {}
         layers = data.get("num_hidden_layers", 0)
         rope = data.get("rope_parameters") or {}
-        causal = data.get("is_causal", inner.get("causal"))
-        scaled = data.get("rope_scaling") or (rope.get("rope_type") or "default") != "default"
-        if scaled:
-            raise UserError(f"{where}: scaled rotary positions are not supported by this version")
+        causal = data.get("is_causal")
+        causal = inner.get("causal") if causal is None else causal
+        kinds = tuple(data.get("layer_types") or ["full_attention"] * layers)
+        if data.get("use_sliding_window") is False:  # transformers drops the window then
+            kinds = ("full_attention",) * len(kinds)
+        scaling = data.get("rope_scaling") or {}
+        rotary = {rope.get("rope_type"), scaling.get("rope_type", scaling.get("type"))}
+        unsupported = {
+            "scaled rotary positions": bool(rotary - {None, "default"}),
+            "partial_rotary_factor": data.get("partial_rotary_factor", 1.0) not in (None, 1.0),
+            "input_embedding_scale": inner.get("input_embedding_scale", 1.0) not in (None, 1.0),
+            "output_multiplier": data.get("output_multiplier", 1.0) not in (None, 1.0),
+            "final_logit_softcapping": data.get("final_logit_softcapping") is not None,
+        }
+        for name, present in unsupported.items():
+            if present:
+                raise UserError(f"{where}: {name} is not supported by this version")
         try:
             return cls(
                 **{
@@ -155,7 +168,7 @@ class DrafterConfig:
                 block_size=inner.get("block_size") or data["block_size"],
                 mask_token_id=inner["mask_token_id"],
                 target_layer_ids=tuple(inner["target_layer_ids"]),
-                layer_types=tuple(data.get("layer_types") or ["full_attention"] * layers),
+                layer_types=kinds,
                 sliding_window=data.get("sliding_window"),
                 is_causal=causal,
                 **{k: data.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
@@ -179,8 +192,8 @@ class RMSNorm(nn.Module):
 
 def rope(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the half-rotation at absolute positions [...]; float32 [..., d]."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = positions.float()[..., None] * frequency.to(positions.device)
+    pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angle = positions.float()[..., None] * theta ** -(pair / head_dim)
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos(), angle.sin()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from dflash import config, target
 from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
@@ -152,17 +153,21 @@ def time_some(
 ) -> list[dict[str, Any]]:
     """Decode prompts one at a time, with and without the drafter in turn; seconds of each."""
     rows = []
-    generate(model, [prompts[0].prompt_ids], 2, eos, drafter)  # warm up lazily loaded code
-    for prompt in progress(prompts, desc="time", unit="prompts"):
+    kinds = [("plain", None), ("drafted", drafter)]
+    for _, with_drafter in kinds:  # warm up: lazily loaded kernels, allocator
+        generate(model, [prompts[0].prompt_ids], 16, eos, with_drafter)
+    for turn, prompt in enumerate(progress(prompts, desc="time", unit="prompts")):
         row: dict[str, Any] = {"sample_id": prompt.sample_id, "kind": prompt.kind}
-        for kind, with_drafter in (("plain", None), ("drafted", drafter)):
+        for kind, with_drafter in kinds if turn % 2 == 0 else kinds[::-1]:
             begun = time.perf_counter()
             responses, timing = generate(
                 model, [prompt.prompt_ids], settings.max_new_tokens, eos, with_drafter
             )
             row[f"{kind}_seconds"] = time.perf_counter() - begun - timing.prefill
             row[f"{kind}_tokens"] = len(responses[0].tokens)
-        row |= {"draft_seconds": timing.draft, "verify_seconds": timing.verify}
+            if with_drafter:
+                row["drafted_cycles"] = len(responses[0].cycles)
+                row |= {"draft_seconds": timing.draft, "verify_seconds": timing.verify}
         rows.append(row)
     return rows
 
@@ -215,11 +220,21 @@ def measure(
         "block_size": block,
         "dtype": settings.dtype,
         "max_new_tokens": settings.max_new_tokens,
+        "measured_on": measured_on(next(model.parameters()).device),
         "overall": summary(None),
         "per_kind": {kind: summary(kind) for kind in kinds},
         "timed": timed,
         "responses": rows,
     }
+
+
+def measured_on(device: torch.device) -> str:
+    """What the speed was measured on. It belongs to this, and nothing reruns when it changes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return (
+        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}"
+    )
 
 
 def task_prompts(
@@ -285,12 +300,14 @@ def main(argv: list[str] | None) -> None:
     write_json(args.out, {"drafter": name, "task": args.task, **result})
     o = result["overall"]
     lossless = o["lossless"]
+    if o["tau_mean"] is None:
+        print(f"{name} on {args.task}: every response ended with its first token")
+        return
+    speed_up = f"speed-up {o['speed_up']:.2f}" if o["speed_up"] else "speed-up not measurable"
     print(
         f"{name} on {args.task}: tau {o['tau_mean']:.3f} mean over {o['responses']} responses, "
-        f"{o['tau_pooled']:.3f} pooled; speed-up {o['speed_up']:.2f}; "
-        f"{lossless['identical']} of {lossless['checked']} outputs identical to the target's own"
-        if o["tau_mean"] and o["speed_up"]
-        else f"{name} on {args.task}: every response ended with its first token"
+        f"{o['tau_pooled']:.3f} pooled; {speed_up}; {lossless['identical']} of "
+        f"{lossless['checked']} outputs identical to the target's own"
     )
 
 

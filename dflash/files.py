@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +30,10 @@ def _fsync(path: Path) -> None:
 
 def _clear_leftovers(path: Path) -> None:
     """Remove what killed writers of the same output left behind (their process is gone)."""
+    own = re.compile(rf"\.{re.escape(path.name)}\.(?:old\.)?(\d+)\.partial")
     for old in path.parent.glob(f".{path.name}.*.partial"):
-        pid = old.name.split(".")[-2]
-        if pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid():
+        match = own.fullmatch(old.name)  # `a.b` begins like `a`, and is another's
+        if not match or (Path(f"/proc/{match[1]}").exists() and int(match[1]) != os.getpid()):
             continue
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
 

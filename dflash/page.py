@@ -89,7 +89,7 @@ def headline(d: Drafter) -> Html:
         el("h2", drawing.legend_mark(d.look), d.name, el("small", f" on {e.task}")),
         el("dl", [el("div", figure) for figure in figures], class_="key"),
         el("p", acceptance_words(f, e.block_size)),
-        el("p", speed_words(f), " ", lossless_words(f)),
+        el("p", speed_words(f, e.measured_on), " ", lossless_words(f)),
         break_even_words(e),
         class_=f"card {drawing.colour(d.look)}",
     )
@@ -117,11 +117,12 @@ def acceptance_words(f: Figures, block: int) -> Html:
     )
 
 
-def speed_words(f: Figures) -> str:
+def speed_words(f: Figures, measured_on: str) -> str:
     if f.speed_up is None:
         return "The speed was not measured."
     words = f"One prompt at a time, decoding with it is {f.speed_up:.2f} times as fast as without"
-    return words + ("." if f.speed_up >= 1 else ": on this machine it does not pay yet.")
+    words += f" (measured on {measured_on})" if measured_on else ""
+    return words + ("." if f.speed_up >= 1 else ": there it does not pay yet.")
 
 
 def lossless_words(f: Figures) -> str:

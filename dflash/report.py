@@ -4,7 +4,7 @@
         --corpus results/corpus/*.json --tokens results/tokens/*/*.json \\
         --features results/features/*/*.json \\
         --training results/drafters/*/training.json --evaluations results/evaluate/*/*.json \\
-        --exports results/export/*/config.json --benchmarks results/benchmarks \\
+        --exports results/export/*/config.json --benchmarks results/benchmarks/*/*.tsv \\
         --html results/report.html --summary results/summary.json
     python -m dflash.report --show results/summary.json
 
@@ -81,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--corpus", nargs="*", default=[], help="statistics of the corpus stage")
     add("--tokens", nargs="*", default=[], help="statistics of the regenerate stage")
     add("--features", nargs="*", default=[], help="manifests of the extract stage")
-    add("--benchmarks", type=Path, help="folder of Snakemake's benchmarks, a folder each stage")
+    add("--benchmarks", nargs="*", type=Path, default=[], help="Snakemake's benchmarks of the jobs")
     args = parser.parse_args(argv)
     missing = [a.option_strings[0] for a in needed if getattr(args, a.dest) is None]
     if missing and not args.show:

@@ -45,8 +45,8 @@ class Figures(Read):
 
 
 class Timed(Read):  # one prompt decoded alone
-    sample_id: str
     drafted_tokens: int
+    drafted_cycles: int
 
 
 class Response(Read):  # one prompt decoded in a batch
@@ -63,6 +63,7 @@ class Evaluation(Read):
     block_size: int
     dtype: str
     max_new_tokens: int
+    measured_on: str = ""  # device, threads and versions: what the speed belongs to
     overall: Figures
     per_kind: dict[str, Figures]
     timed: list[Timed]
@@ -227,11 +228,17 @@ def read_drafters(
     return drafters
 
 
-def read_costs(folder: Path | None) -> dict[str, Cost]:
-    """Time and memory of each stage but this one, over all Snakemake benchmarks of its jobs."""
+def read_costs(benchmarks: list[Path]) -> dict[str, Cost]:
+    """Time and memory of each stage, from the Snakemake benchmarks of exactly the current jobs.
+
+    A benchmark's folder is named by its stage; one that does not exist (a job whose output was
+    there before) counts for nothing.
+    """
     costs = {}
     for stage in STAGE_VERSION:
-        files = sorted((folder / stage).rglob("*.tsv")) if folder and stage != "report" else []
+        files = sorted(p for p in benchmarks if p.parent.name == stage and p.exists())
+        if stage == "report":  # an earlier one's
+            continue
         rows = [row for path in files for row in _benchmark(path)]
         if rows:
             peaks = [peak for _, peak in rows if peak is not None]
@@ -263,10 +270,9 @@ def total(files: Counts, key: str) -> int:
 def break_even(e: Evaluation) -> tuple[float, float] | None:
     """Tokens a cycle must give to decode as fast as without drafting, and those it gave.
 
-    Of the timed prompts; the cycles of each are those of the same prompt in its batch.
+    Of the timed prompts.
     """
-    cycles_of = {r.sample_id: len(r.cycles) for r in e.responses}
-    cycles = sum(cycles_of.get(t.sample_id, 0) for t in e.timed)
+    cycles = sum(t.drafted_cycles for t in e.timed)
     if not cycles or not e.overall.speed_up:
         return None
     tau = sum(t.drafted_tokens - 1 for t in e.timed) / cycles  # the first token is the prefill's

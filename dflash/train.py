@@ -71,7 +71,7 @@ def drafter_config(settings: config.Drafter, identity: target.Identity) -> Draft
         * layers,
         sliding_window=settings.sliding_window,
         bos_token_id=t.bos_token_id,
-        eos_token_id=t.eos_token_ids[0] if t.eos_token_ids else None,
+        eos_token_id=t.eos_token_ids[0] if len(t.eos_token_ids) == 1 else list(t.eos_token_ids),
         pad_token_id=t.pad_token_id,
     )
 
@@ -214,10 +214,17 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    run: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, keep_last: int
+    run: Path,
+    step: int,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    sums: dict[str, float],
+    keep_last: int,
 ) -> None:
-    """Write the state after `step` steps, whole or not at all, and remove old ones."""
-    names = [n for n, _ in drafter.named_parameters()]
+    """Write the state after `step` steps, whole or not at all, and remove old ones.
+
+    `sums` are those of the line of metrics that is not yet full.
+    """
     by_param = {p: n for n, p in drafter.named_parameters()}
     moments = {
         f"{key}/{by_param[p]}": value.detach().cpu().contiguous()
@@ -228,15 +235,18 @@ def save_checkpoint(
         weights = {n: p.detach().cpu().contiguous() for n, p in drafter.named_parameters()}
         save_file(weights, folder / "drafter.safetensors")
         save_file(moments, folder / "optimizer.safetensors")
-        write_json(folder / "state.json", {"step": step, "parameters": len(names)})
+        write_json(folder / "state.json", {"step": step, "sums": sums})
     for old in checkpoints(run)[:-keep_last]:
         shutil.rmtree(old)
 
 
-def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> int:
-    """Restore weights and optimiser; returns the number of finished steps."""
+def load_checkpoint(
+    folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer
+) -> tuple[int, dict[str, float]]:
+    """Restore weights and optimiser; returns the number of finished steps, and `sums` as saved."""
     try:
-        step = read_json(folder / "state.json")["step"]
+        state = read_json(folder / "state.json")
+        step, sums = state["step"], state["sums"]
         weights = load_file(folder / "drafter.safetensors")
         moments = load_file(folder / "optimizer.safetensors")
         own = dict(drafter.named_parameters())
@@ -252,7 +262,7 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         raise UserError(
             f"{folder}: damaged checkpoint ({e}); delete it to go on from the one before"
         ) from None
-    return step
+    return step, sums
 
 
 def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
@@ -321,7 +331,7 @@ def train(
     drafter = new_drafter(settings, identity).to(device).train()
     optimizer = make_optimizer(drafter, training)
     done = checkpoints(run)
-    first = load_checkpoint(done[-1], drafter, optimizer) if done else 0
+    first, sums = load_checkpoint(done[-1], drafter, optimizer) if done else (0, {})
     history = cut_metrics(run, first)
     print(
         f"drafter: {config_text(drafter.config)}; {sum(p.numel() for p in drafter.parameters()):,} "
@@ -333,15 +343,17 @@ def train(
         f"{training.anchors_per_document} blocks; head over {head.head_VH.shape[0]:,} tokens"
         + (f"; going on from step {first}" if first else "")
     )
+    if first == steps:
+        print(f"this training is finished already; delete {run} to train it anew")
 
     terminated = []
     previous = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
-    saved, begun, sums = time.monotonic(), time.monotonic(), {}
+    saved = begun = time.monotonic()
     bar = progress(desc="train", total=steps, initial=first, unit="steps")
     try:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(run), purge_step=first)
+        writer = SummaryWriter(str(run), purge_step=first + 1)
         log = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed below)
         for step, documents in stream.steps(first, steps, training.documents_per_step):
             row = one_step(
@@ -364,7 +376,7 @@ def train(
                 sums = {}
             late = time.monotonic() - saved > 60 * machine.save_minutes
             if terminated or late or step + 1 == steps:
-                save_checkpoint(run, step + 1, drafter, optimizer, machine.keep_last)
+                save_checkpoint(run, step + 1, drafter, optimizer, sums, machine.keep_last)
                 saved = time.monotonic()
             if terminated and step + 1 < steps:
                 raise Interrupted
@@ -415,13 +427,15 @@ def one_step(
         packs = []
     optimizer.zero_grad(set_to_none=True)
     loss_sum, accepted, blocks = 0.0, 0, 0
-    for packed in packs:
+    while packs:  # each let go of after its backward, with its masks
+        packed = packs.pop(0)
         total, correct = pack_loss(drafter, packed, head, machine, DTYPES[training.dtype])
         (total / mass).backward()
         loss_sum += float(total.detach())
         accepted += int(accepted_by_position(correct).sum())
         blocks += packed.layout.num_blocks
-    norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if packs else 0.0
+    learned = blocks > 0
+    norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if learned else 0.0
     if not math.isfinite(loss_sum) or not math.isfinite(norm):
         ids = ", ".join(d.sample_id for d, _ in documents)
         raise UserError(
@@ -430,7 +444,7 @@ def one_step(
         )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, steps, training)
-    if packs:
+    if learned:
         optimizer.step()
     return {
         "loss": loss_sum,

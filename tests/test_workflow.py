@@ -78,6 +78,18 @@ def test_a_second_drafter_trains_on_the_same_features(finished):
     assert planned(folder, more, "--until", "train") == ["train"]
 
 
+def test_a_model_replaced_in_its_folder_is_noticed(finished, tmp_path):
+    folder, config, _ = finished
+    weights = Path(config["target"]["model"]) / "model.safetensors"
+    before = weights.stat()
+    os.utime(weights)
+    try:
+        assert "target" in planned(folder, config)
+    finally:
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert planned(folder, config) == []
+
+
 def test_a_new_source_recomputes_no_old_shard(finished, tmp_path):
     folder, config, _ = finished
     (tmp_path / "more.jsonl").write_text('{"prompt": "how does it work"}\n{"prompt": "is it"}\n')
