@@ -676,37 +676,36 @@ DEMO: dict[str, Any] = {
     # float32, since processors without bf16 matrix units are slower in bf16
     "target": {"dtype": "float32"},
     "corpus": {
-        # of the 786 prompts as many as two cores can answer at length in the time
-        "sources": [
-            {"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "limit": 480}
-        ],
-        "heldout_share": 0.33,
+        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl"}],
+        "heldout_share": 0.22,
     },
-    "regenerate": {"max_new_tokens": 224},
+    "regenerate": {"max_new_tokens": 112},
     "drafters": {
         "demo": {
-            # In a given time many small steps teach more than few large ones, and slots beyond the
-            # fifth are seldom accepted after so short a training (docs/log.md).
-            "block_size": 6,
+            # In a given time many small steps teach more than few large ones, and late slots are
+            # seldom accepted after so short a training: few slots, the first weighted most
+            # (docs/log.md).
+            "block_size": 4,
             "num_hidden_layers": 3,
             "mask_token_id": 5,
             "training": {
-                "epochs": 11.0,
+                "epochs": 8.0,
+                "max_steps": 1150,
                 "documents_per_step": 4,
-                "anchors_per_document": 20,
-                "lr": 2.0e-3,
+                "anchors_per_document": 16,
+                "lr": 3.0e-3,
                 "dtype": "float32",
-                "loss": {"head_tokens": 4096},
+                "loss": {"gamma": 1.5, "head_tokens": 4096},
             },
         }
     },
-    "evaluate": {"max_new_tokens": 192, "timed_prompts_per_kind": 1},
+    "evaluate": {"max_new_tokens": 48},
     "machine": {
         "target": {"threads": 2},
         "regenerate": {"gpu": 1, "threads": 2, "batch_size": 128},
         "extract": {"gpu": 1, "threads": 2, "batch_tokens": 4096},
         "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
-        "evaluate": {"gpu": 1, "threads": 2, "batch_size": 60},
+        "evaluate": {"gpu": 1, "threads": 2, "batch_size": 40},
     },
 }
 

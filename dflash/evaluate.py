@@ -93,17 +93,34 @@ def decode_all(
     batch_size: int,
 ) -> list[Response]:
     """Speculative responses to all prompts, in batches of similar length, in the prompts' order."""
+    limit = settings.max_new_tokens
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].prompt_ids))
     found: dict[int, Response] = {}
     with progress(desc="decode", total=len(prompts), unit="prompts") as bar:
-        for i in range(0, len(order), batch_size):
-            batch = order[i : i + batch_size]
+
+        def show(current: list[Response]) -> None:
+            ended = [len(r.tokens) == limit or r.tokens[-1] in eos for r in current]
+            cycles = [r.cycles for r in [*found.values(), *current]]
+            tau = acceptance(cycles, 2)["tau_pooled"]
+            longest = max(len(r.tokens) for r in current)
+            bar.set_postfix_str(f"tau {tau:.2f} pooled, token {longest}", refresh=False)
+            bar.update(len(found) + sum(ended) - bar.n)
+
+        while order:
+            batch = order[:batch_size]
             ids = [prompts[j].prompt_ids for j in batch]
-            responses, _ = generate(model, ids, settings.max_new_tokens, eos, drafter)
+            try:
+                responses, _ = generate(model, ids, limit, eos, drafter, on_cycle=show)
+            except RuntimeError as e:
+                if not target.is_out_of_memory(e) or len(batch) == 1:
+                    raise
+                batch_size = len(batch) // 2
+                print(
+                    f"evaluate: out of memory with {len(batch)} prompts, going on with {batch_size}"
+                )
+                continue
             found.update(zip(batch, responses, strict=True))
-            tau = acceptance([r.cycles for r in found.values()], 2)["tau_mean"]
-            bar.set_postfix(tau=f"{tau:.2f}" if tau else "-", refresh=False)
-            bar.update(len(batch))
+            del order[: len(batch)]
     return [found[i] for i in range(len(prompts))]
 
 
