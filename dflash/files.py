@@ -106,6 +106,19 @@ def read_settings(text: str) -> dict[str, Any]:
     return read_yaml(text)
 
 
+def save_tensors(path: str | Path, tensors: dict[str, Any]) -> None:
+    """Write a safetensors file. Raises UserError when the disk does not take it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as e:
+        raise UserError(
+            f"{path}: cannot be written ({e}); free space or set `results:` to another disk"
+        ) from None
+
+
 def sha256(*paths: str | Path) -> str:
     """Hash of the contents of files, in the order given."""
     digest = hashlib.sha256()

@@ -162,16 +162,26 @@ def load_model(
 ) -> PreTrainedModel:
     """The target, ready to run and frozen; `dtype` is "float32" or "bfloat16".
 
-    Raises UserError when it does not take the bare embedding table and the bare head.
+    Raises UserError when it does not take the bare embedding table and the bare head, and when its
+    files lack tensors (transformers only warns and puts random ones in their place).
     """
-    model = AutoModelForCausalLM.from_pretrained(
+    model, found = AutoModelForCausalLM.from_pretrained(
         identity.folder,
         dtype=getattr(torch, dtype),
         attn_implementation="sdpa",
         local_files_only=True,
         trust_remote_code=trust_remote_code,
         device_map={"": device or default_device()},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below instead
     )
+    for fault in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in found.get(fault) or ())
+        if names:
+            raise UserError(
+                f"{identity.folder}: the weights do not fit config.json ({fault.split('_')[0]}: "
+                f"{', '.join(names[:3])}); fetch or save the model anew"
+            )
     model = model.eval().requires_grad_(False)
     _check_bare_ends(model, identity)
     return model
@@ -656,6 +666,7 @@ def _check_facts(target: Target, identity: Identity) -> None:
     wrong = [
         f"{key} stated {value}, found {getattr(identity, key)}"
         for key, value in (stated or {}).items()
+        if value is not None or key == "pad_token_id"  # null: no such token; else: not stated
         if (sorted(value) if isinstance(value, list) else value) != getattr(identity, key)
     ]
     if wrong:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from dflash import config, data, loss, target
@@ -39,7 +39,7 @@ from dflash.drafter import (
 )
 from dflash.errors import UserError, entrypoint
 from dflash.features import open_shard, store_identity
-from dflash.files import read_json, read_settings, text_sha256, whole, write_json
+from dflash.files import read_json, read_settings, save_tensors, text_sha256, whole, write_json
 from dflash.progress import progress
 
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
@@ -233,8 +233,8 @@ def save_checkpoint(
     }
     with whole(run / f"step-{step:08d}", folder=True) as folder:
         weights = {n: p.detach().cpu().contiguous() for n, p in drafter.named_parameters()}
-        save_file(weights, folder / "drafter.safetensors")
-        save_file(moments, folder / "optimizer.safetensors")
+        save_tensors(folder / "drafter.safetensors", weights)
+        save_tensors(folder / "optimizer.safetensors", moments)
         write_json(folder / "state.json", {"step": step, "sums": sums})
     for old in checkpoints(run)[:-keep_last]:
         shutil.rmtree(old)
@@ -258,7 +258,7 @@ def load_checkpoint(
             p = own[name]
             # fused AdamW keeps its step counter on the parameter's device
             optimizer.state[p][kind] = value.to(p.device)
-    except (OSError, KeyError, SafetensorError, RuntimeError) as e:
+    except (OSError, KeyError, UserError, SafetensorError, RuntimeError) as e:
         raise UserError(
             f"{folder}: damaged checkpoint ({e}); delete it to go on from the one before"
         ) from None

