@@ -24,4 +24,4 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.json",
-        expand(f"{RESULTS}/export/{{drafter}}", drafter=WORKFLOW.drafters),
+        expand(f"{RESULTS}/export/{{drafter}}/model.safetensors", drafter=WORKFLOW.drafters),

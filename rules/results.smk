@@ -43,7 +43,7 @@ rule export:
         f"{RESULTS}/drafters/{{drafter}}/model.safetensors",
         f"{RESULTS}/drafters/{{drafter}}/config.json",
     output:
-        directory(f"{RESULTS}/export/{{drafter}}"),
+        multiext(f"{RESULTS}/export/{{drafter}}/", "config.json", "model.safetensors"),
     log:
         f"{RESULTS}/logs/export/{{drafter}}.log",
     benchmark:
@@ -57,12 +57,13 @@ rule export:
         runtime=minutes("export"),
     params:
         settings=stage("export"),
+        out=lambda wildcards, resources: f"{RESULTS}/export/{wildcards.drafter}",
         drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     message:
         "export: {wildcards.drafter}"
     shell:
         "python -m dflash.export --settings {params.settings:q} --drafter {params.drafter:q}"
-        " --out {output:q} 2>&1 | tee {log:q}"
+        " --out {params.out:q} 2>&1 | tee {log:q}"
 
 
 rule report:
@@ -78,7 +79,7 @@ rule report:
             drafter=WORKFLOW.drafters,
             task=WORKFLOW.evaluate.tasks,
         ),
-        exports=expand(f"{RESULTS}/export/{{drafter}}", drafter=WORKFLOW.drafters),
+        exports=expand(f"{RESULTS}/export/{{drafter}}/config.json", drafter=WORKFLOW.drafters),
     output:
         html=f"{RESULTS}/report.html",
         summary=f"{RESULTS}/summary.json",
@@ -96,12 +97,11 @@ rule report:
     params:
         settings=stage("report"),
         benchmarks=lambda wildcards, resources: current_benchmarks(),
-        exports=lambda wildcards, input: [f"{folder}/config.json" for folder in input.exports],
     message:
         "report"
     shell:
         "python -m dflash.report --settings {params.settings:q} --identity {input.identity:q}"
         " --corpus {input.corpus:q} --tokens {input.tokens:q} --features {input.features:q}"
         " --training {input.training:q} --evaluations {input.evaluations:q}"
-        " --exports {params.exports:q} --benchmarks {params.benchmarks:q}"
+        " --exports {input.exports:q} --benchmarks {params.benchmarks:q}"
         " --html {output.html:q} --summary {output.summary:q} 2>&1 | tee {log:q}"

@@ -49,6 +49,8 @@ class Node:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # a background run of the tests ignores Ctrl-C, and its children would inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.jobs.append(job)
         return job

@@ -81,11 +81,12 @@ def test_a_second_drafter_trains_on_the_same_features(finished):
 def test_a_model_replaced_in_its_folder_is_noticed(finished, tmp_path):
     folder, config, _ = finished
     weights = Path(config["target"]["model"]) / "model.safetensors"
-    before = weights.stat()
-    os.utime(weights)
+    before, data = weights.stat(), weights.read_bytes()
     try:
+        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # of the same size, as any fine-tune
         assert "target" in planned(folder, config)
     finally:
+        weights.write_bytes(data)
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert planned(folder, config) == []
 
@@ -141,7 +142,8 @@ def test_a_missing_prompts_file_is_refused_though_results_exist(finished):
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "corpus.sources: more: there is no file nowhere.jsonl" in said
     task = changed(config, "evaluate.tasks", {"own": {"path": "gone.jsonl"}})
-    said = snakemake(folder, task).stdout
+    done = snakemake(folder, task)
+    said = done.stdout + done.stderr
     assert "evaluate.tasks: own: there is no file gone.jsonl" in said
 
 
@@ -200,7 +202,9 @@ def test_killed_in_every_stage_it_still_ends_in_the_same_weights(finished, tmp_p
     ):
         run = snakemake(tmp_path, path, wait=False)
         ready = checkpoints if stage == "train" else always
-        kill_when(run, tmp_path, stage, ready, whole_group=stage in ("extract", "train"))
+        kill_when(
+            run, tmp_path, stage, ready, whole_group=stage in ("extract", "train", "evaluate")
+        )
         assert run.returncode != 0
     log = tmp_path / "results/logs/train/small.log"
     done = snakemake(tmp_path, path)
