@@ -1,31 +1,61 @@
 """Attention of draft blocks over the context of packed documents, without copying a key per block.
 
 Shapes: S context rows of all documents laid end to end · N blocks sorted by (document, anchor) ·
-B slots a block · Q query heads · K key/value heads, G = Q/K · d head width.
+B slots a block · Q query heads · K key/value heads, G = Q/K · d head width · R query rows and
+L keys of one kernel call.
 
 A slot of a block anchored at row a sees the context rows of its own document strictly before a, and
 the slots of its own block; blocks never see each other. Since the blocks are sorted, the keys of
 some neighbouring blocks are one contiguous view of the context (from the start of the first one's
-document to the last one's anchor) followed by the group's own slots. `chunked` takes the blocks
-group by group that way: no key is copied per block, no mask is larger than a group's, and the
-groups' key ranges form a staircase, so about half of the [N·B, S] rectangle is never computed.
+document to the last one's anchor) followed by the group's own slots. The groups' key ranges form a
+staircase, so about half of the [N·B, S] rectangle is never computed, no key is copied per block and
+no mask is larger than a group's.
 
-`dense` is the same with one mask over everything: slow, obvious, and what `chunked` is tested
-against.
+Backends, all with the same result:
+
+- `chunked`: group by group that way, one masked kernel call a group;
+- `split`: the same groups in two calls. Rows before the group's first anchor are visible to all its
+  slots and need no mask; only the band of anchors and the own slots do. The parts are merged by
+  their log-sum-exp, and in the backward pass each is given the merged output and log-sum-exp, which
+  makes its share of the gradient exact (the identity ring attention rests on);
+- `dense`: one mask over everything and the softmax written out: slow, obvious, what the others are
+  tested against;
+- `gather`: a copy of its keys for every block, as this project began; kept to be measured against;
+- `flex`: torch's flex_attention, where it works.
+
+`chunked` and `split` are one autograd function. Between forward and backward it keeps queries,
+keys, values, the output and one number a row, never a group's copies or masks.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-# Slots in one group unless set. Smaller groups compute less of what the mask forbids, larger ones
-# give the kernel more to do at once; on CPU and at documents of a few thousand tokens the step time
-# is flat between 128 and 512.
-GROUP_ROWS = 256
+from dflash.errors import UserError
+
+BACKENDS = ("chunked", "split", "dense", "gather", "flex")
+
+# What the temporaries of one group may take unless the number of rows is set. Small groups compute
+# less of what the mask forbids, large ones give the kernel more to do at once.
+GROUP_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+GROUP_ROWS = (128, 2048)  # and never fewer or more slots than these
+
+
+def group_bytes(device_type: str) -> int:
+    """The memory target of a group on a kind of device."""
+    return GROUP_BYTES.get(device_type, GROUP_BYTES["cuda"])
+
+
+# Rows that all slots of a group see are worth a call without a mask from this many on.
+CLEAR_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -41,12 +71,23 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Group:
-    """Some neighbouring blocks and the context rows that any of them may see."""
+    """Some neighbouring blocks, the context rows any of them may see, and those that all see."""
 
     first: int  # blocks first..last-1
     last: int
     low: int  # context rows low..high-1
     high: int
+    clear_low: int  # rows clear_low..clear_high-1 are visible to every slot
+    clear_high: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The keys of one kernel call: ranges of context rows, perhaps the own slots, perhaps a mask."""
+
+    ranges: tuple[tuple[int, int], ...]
+    own: bool
+    bias: torch.Tensor | None  # what is added to scores, 0 or -inf, [R, L]; R slots and L keys
 
 
 class Layout:
@@ -74,8 +115,9 @@ class Layout:
         self.starts, self.anchors, self.block_size = starts, anchors, block_size
         self.document_N = torch.searchsorted(starts, anchors, right=True) - 1
         self.start_N = starts[self.document_N]
-        self.group_blocks = max(1, (group_rows or GROUP_ROWS) // block_size)
-        self._masks: dict[tuple[Visibility, str], list[torch.Tensor]] = {}
+        self.group_blocks = max(1, (group_rows or GROUP_ROWS[0] * 2) // block_size)
+        self._groups: dict[int | None, list[Group]] = {}
+        self._parts: dict[tuple, list[list[Part]]] = {}
 
     @property
     def num_context(self) -> int:
@@ -98,41 +140,120 @@ class Layout:
         """Position of each slot within its document: anchor + slot."""
         return (self.anchors - self.start_N)[:, None] + torch.arange(self.block_size)
 
-    @cached_property
-    def groups(self) -> list[Group]:
-        """The blocks in groups, each with the context rows it may see."""
-        out = []
-        for first in range(0, self.num_blocks, self.group_blocks):
-            last = min(first + self.group_blocks, self.num_blocks)
-            out.append(Group(first, last, int(self.start_N[first]), int(self.anchors[last - 1])))
-        return out
+    def groups(self, see: Visibility) -> list[Group]:
+        """The blocks in groups of at most `group_blocks`.
 
-    def mask(self, group: Group, see: Visibility) -> torch.Tensor:
-        """Which keys the group's slots see; bool [C·B, (high - low) + C·B], context keys first."""
-        blocks = slice(group.first, group.last)
+        A document that fills half a group or more shares none with another, since rows that every
+        slot sees exist only where all slots belong to one document.
+        """
+        if see.window not in self._groups:
+            anchors, starts = self.anchors.tolist(), self.start_N.tolist()
+            window = see.window if see.window is not None else 1 << 62
+            out: list[Group] = []
+            for first, last in self._cuts():
+                a, z, start = anchors[first], anchors[last - 1], starts[first]
+                low, high = max(start, a - window + 1), z
+                clear_low = max(start, z + self.block_size - window)
+                one = starts[last - 1] == start
+                clear = (clear_low, a) if one and a - clear_low >= CLEAR_ROWS else (low, low)
+                out.append(Group(first, last, min(low, high), high, *clear))
+            self._groups[see.window] = out
+        return self._groups[see.window]
+
+    def _cuts(self) -> list[tuple[int, int]]:
+        counts = torch.bincount(self.document_N).tolist() if self.num_blocks else []
+        ends, done = [], 0
+        for count in counts:
+            done += count
+            ends.append((done, count))
+        limit, cuts, first = self.group_blocks, [], 0
+        for end, count in ends:
+            large = 2 * count >= limit
+            if large and end - count > first:  # close what smaller documents began
+                cuts.append((first, end - count))
+                first = end - count
+            while end - first >= limit:
+                cuts.append((first, first + limit))
+                first += limit
+            if large and end > first:
+                cuts.append((first, end))
+                first = end
+        if first < self.num_blocks:
+            cuts.append((first, self.num_blocks))
+        return cuts
+
+    def mask(
+        self, first: int, last: int, ranges: tuple[tuple[int, int], ...], see: Visibility
+    ) -> torch.Tensor:
+        """Which keys the slots of blocks first..last-1 see; bool [R, L], own slots last."""
         slot = torch.arange(self.block_size)
-        anchor_C, start_C = self.anchors[blocks], self.start_N[blocks]
-        row_K = torch.arange(group.low, group.high)
-        context = (row_K >= start_C[:, None]) & (row_K < anchor_C[:, None])
-        context_CBK = context[:, None].expand(-1, self.block_size, -1)
+        anchor_C, start_C = self.anchors[first:last], self.start_N[first:last]
+        row_L = torch.cat([torch.arange(*r) for r in ranges] or [torch.arange(0)])
+        context = (row_L >= start_C[:, None]) & (row_L < anchor_C[:, None])
+        context_CBL = context[:, None].expand(-1, self.block_size, -1)
         back = slot[:, None] - slot[None, :]  # positions from key back to query, in one block
         own = torch.ones_like(back, dtype=torch.bool)
         if see.causal:
             own &= back >= 0
         if see.window is not None:
-            distance = (anchor_C[:, None] + slot)[:, :, None] - row_K
-            context_CBK = context_CBK & (distance < see.window)
+            distance = (anchor_C[:, None] + slot)[:, :, None] - row_L
+            context_CBL = context_CBL & (distance < see.window)
             own &= back.abs() < see.window
-        count = group.last - group.first
-        own = torch.block_diag(*[own] * count)
-        return torch.cat([context_CBK.flatten(0, 1), own], dim=1)
+        own = torch.block_diag(*[own] * (last - first))
+        return torch.cat([context_CBL.flatten(0, 1), own], dim=1)
 
-    def masks(self, see: Visibility, device: torch.device) -> list[torch.Tensor]:
-        """The masks of all groups on a device, made at first use."""
-        key = (see, str(device))
-        if key not in self._masks:
-            self._masks[key] = [self.mask(g, see).to(device) for g in self.groups]
-        return self._masks[key]
+    def parts(
+        self, see: Visibility, split: bool, device: torch.device, dtype: torch.dtype
+    ) -> list[list[Part]]:
+        """The kernel calls of each group, biases on the device; made at first use."""
+        key = (see, split, str(device), dtype)
+        if key not in self._parts:
+            self._parts[key] = [
+                [
+                    Part(ranges, own, self._bias(g, ranges, see, device, dtype) if own else None)
+                    for ranges, own in _calls(g, split)
+                ]
+                for g in self.groups(see)
+            ]
+        return self._parts[key]
+
+    def _bias(self, g: Group, ranges, see: Visibility, device, dtype) -> torch.Tensor:
+        return additive(self.mask(g.first, g.last, ranges, see).to(device), dtype)
+
+
+def _calls(g: Group, split: bool) -> list[tuple[tuple[tuple[int, int], ...], bool]]:
+    """Context ranges of each kernel call of a group, and whether its own slots belong to it."""
+    if not split or g.clear_high <= g.clear_low:
+        return [(((g.low, g.high),), True)]
+    rest = tuple(r for r in ((g.low, g.clear_low), (g.clear_high, g.high)) if r[0] < r[1])
+    return [(((g.clear_low, g.clear_high),), False), (rest, True)]
+
+
+def group_rows_within(
+    limit_bytes: int,
+    context: int,
+    block_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+) -> int:
+    """Slots a group may have so that the temporaries of one call stay within a limit.
+
+    Counted for R slots over L keys, L the context and the own slots: queries, output and their
+    gradients (4·R·Q·d), copies of keys and values and their gradients (4·L·K·d), and the mask once
+    as booleans and once as numbers for each of the G query heads of a key head.
+    """
+    per_mask = 1 + itemsize * (heads // kv_heads)
+    rows = GROUP_ROWS[0]
+    while 2 * rows <= GROUP_ROWS[1]:
+        r = 2 * rows
+        keys = context + r
+        size = 4 * itemsize * head_dim * (r * heads + keys * kv_heads) + r * keys * per_mask
+        if size > limit_bytes:
+            break
+        rows = r
+    return max(rows // block_size, 1) * block_size
 
 
 def attend(
@@ -144,32 +265,390 @@ def attend(
     layout: Layout,
     see: Visibility = Visibility(),  # noqa: B008 (frozen)
     backend: str = "chunked",
+    recompute: bool = False,
+    reentrant: bool = False,
 ) -> torch.Tensor:
     """Attention of all blocks' slots over their context and their own block, scaled by d^-1/2.
 
     Takes queries [N, B, Q, d], context keys and values [S, K, d], block keys and values
     [N, B, K, d], all in one dtype; returns [N, B, Q, d]. Differentiable in all five.
+
+    Args:
+        recompute: keep nothing of a group for the backward pass but its inputs ("group"
+            checkpointing); `reentrant` chooses torch's older checkpoint for the backends that use it.
+    Raises ValueError for an unknown backend, UserError where flex_attention cannot run.
     """
+    tensors = (q_NBQd, k_SKd, v_SKd, k_NBKd, v_NBKd)
+    if not layout.num_blocks:
+        return torch.zeros_like(q_NBQd) + 0 * (k_SKd.sum() + v_SKd.sum())
+    if backend in ("chunked", "split"):
+        parts = layout.parts(see, backend == "split", q_NBQd.device, q_NBQd.dtype)
+        return _Grouped.apply(*tensors, layout.groups(see), parts, recompute)
+    run: Callable[..., torch.Tensor]
     if backend == "dense":
-        everything = Group(0, layout.num_blocks, 0, layout.num_context)
-        groups, masks = [everything], [layout.mask(everything, see).to(q_NBQd.device)]
-    elif backend == "chunked":
-        groups, masks = layout.groups, layout.masks(see, q_NBQd.device)
+        run = partial(_dense, layout=layout, see=see)
+    elif backend == "gather":
+        return _gather(*tensors, layout, see, recompute, reentrant)
+    elif backend == "flex":
+        return _flex(*tensors, layout, see)
     else:
-        raise ValueError(f"no attention backend {backend!r}; there are chunked and dense")
-    out = []
-    for g, mask in zip(groups, masks, strict=True):
-        k_LKd = torch.cat([k_SKd[g.low : g.high], k_NBKd[g.first : g.last].flatten(0, 1)])
-        v_LKd = torch.cat([v_SKd[g.low : g.high], v_NBKd[g.first : g.last].flatten(0, 1)])
-        rows_RQd = q_NBQd[g.first : g.last].flatten(0, 1)
-        seen = folded(
-            rows_RQd[None],
-            k_LKd.transpose(0, 1)[None],
-            v_LKd.transpose(0, 1)[None],
-            mask[None, None],
+        raise ValueError(f"no attention backend {backend!r}; there are {', '.join(BACKENDS)}")
+    return checkpoint(run, *tensors, use_reentrant=reentrant) if recompute else run(*tensors)
+
+
+# --- chunked and split ------------------------------------------------------------------------
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k_S, v_S, k_N, v_N, groups, parts, recompute):
+        out = torch.empty_like(q)
+        lses = []
+        for g, calls in zip(groups, parts, strict=True):
+            rows = fold(q[g.first : g.last], k_S.shape[1])
+            merged, lse = _run(rows, k_S, v_S, k_N, v_N, g, calls)
+            out[g.first : g.last] = unfold(merged, q.shape)
+            lses.append(lse)
+        ctx.groups, ctx.parts, ctx.recompute = groups, parts, recompute
+        if recompute:
+            ctx.save_for_backward(q, k_S, v_S, k_N, v_N)
+        else:
+            ctx.save_for_backward(q, k_S, v_S, k_N, v_N, out, *lses)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k_S, v_S, k_N, v_N, *kept = ctx.saved_tensors
+        kv = k_S.shape[1]
+        wide = torch.promote_types(q.dtype, torch.float32)  # many groups add to one context row
+        dq, dk_N, dv_N = torch.empty_like(q), torch.empty_like(k_N), torch.empty_like(v_N)
+        dk_S, dv_S = torch.zeros_like(k_S, dtype=wide), torch.zeros_like(v_S, dtype=wide)
+        for i, (g, calls) in enumerate(zip(ctx.groups, ctx.parts, strict=True)):
+            blocks = slice(g.first, g.last)
+            rows, slope = fold(q[blocks], kv), fold(grad_out[blocks], kv)
+            if ctx.recompute:
+                out, lse = _run(rows, k_S, v_S, k_N, v_N, g, calls)
+            else:
+                out, lse = fold(kept[0][blocks], kv), kept[1 + i]
+            total = None
+            for part in calls:
+                k, v = _keys(k_S, k_N, g, part), _keys(v_S, v_N, g, part)
+                dq_part, dk, dv = kernel_backward(slope, rows, k, v, part.bias, out, lse)
+                total = dq_part if total is None else total.add_(dq_part)
+                at = 0
+                dk, dv = dk[0].transpose(0, 1), dv[0].transpose(0, 1)  # [L, K, d]
+                for low, high in part.ranges:
+                    dk_S[low:high] += dk[at : at + high - low]
+                    dv_S[low:high] += dv[at : at + high - low]
+                    at += high - low
+                if part.own:
+                    dk_N[blocks] = dk[at:].unflatten(0, (-1, q.shape[1]))
+                    dv_N[blocks] = dv[at:].unflatten(0, (-1, q.shape[1]))
+            dq[blocks] = unfold(total, q.shape)
+        return dq, dk_S.to(k_S.dtype), dv_S.to(v_S.dtype), dk_N, dv_N, None, None, None
+
+
+def _keys(context_SKd, own_NBKd, g: Group, part: Part) -> torch.Tensor:
+    """Keys or values of one call, [1, K, L, d]; a view where it is one range of the context."""
+    pieces = [context_SKd[low:high] for low, high in part.ranges]
+    if part.own:
+        pieces.append(own_NBKd[g.first : g.last].flatten(0, 1))
+    rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return rows.transpose(0, 1)[None]
+
+
+def _run(rows, k_S, v_S, k_N, v_N, g: Group, calls: list[Part]):
+    """Output [1, K, G·R, d] of one group's slots and their log-sum-exp [1, K, G·R]."""
+    out = lse = None
+    for part in calls:
+        k, v = _keys(k_S, k_N, g, part), _keys(v_S, v_N, g, part)
+        o, s = kernel_forward(rows, k, v, part.bias)
+        if out is None:
+            out, lse = o, s
+        else:
+            both = torch.logaddexp(lse, s)
+            share, other = (lse - both).exp()[..., None], (s - both).exp()[..., None]
+            out, lse = (out * share + o * other).to(o.dtype), both
+    return out, lse
+
+
+def fold(x_CBQd: torch.Tensor, kv: int) -> torch.Tensor:
+    """Slots of some blocks as query rows, [1, K, G·R, d]: the G query heads of a key head become rows.
+
+    `enable_gqa` with a mask has no fused CUDA kernel and falls silently to the math one, and repeating
+    the keys copies them G times; folded, it is plain attention with K heads on any kernel.
+    """
+    rows_RQd = x_CBQd.flatten(0, 1)
+    r, heads, d = rows_RQd.shape
+    g = heads // kv
+    return rows_RQd.view(r, kv, g, d).permute(1, 2, 0, 3).reshape(1, kv, g * r, d)
+
+
+def unfold(x_1KMd: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The inverse of `fold`: [1, K, G·R, d] -> [C, B, Q, d], B and Q as in `shape`."""
+    _, block, heads, d = shape
+    kv = x_1KMd.shape[1]
+    g = heads // kv
+    x = x_1KMd.view(kv, g, -1, d).permute(2, 0, 1, 3)
+    return x.reshape(-1, block, heads, d)
+
+
+def additive(mask_RL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as what is added to scores."""
+    bias = torch.zeros(mask_RL.shape, dtype=dtype, device=mask_RL.device)
+    return bias.masked_fill_(~mask_RL, float("-inf"))
+
+
+def _repeated(bias_RL: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """A bias for all heads folded into rows, [M, L]."""
+    return None if bias_RL is None else bias_RL.repeat(rows // len(bias_RL), 1)
+
+
+def kernel_forward(q, k, v, bias_RL: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [1, K, M, d] over [1, K, L, d], with its log-sum-exp [1, K, M].
+
+    M is a multiple of the bias's rows R. Calls the fused kernel of the device, and writes the softmax
+    out where there is none (float64 on a GPU, other devices).
+    """
+    bias = _repeated(bias_RL, q.shape[2])
+    kind = fused_kernel(q, bias)
+    if kind == "cpu flash":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    if kind == "flash":
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+    if kind == "efficient":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, _aligned(bias, q.shape[1]), True
         )
-        out.append(seen[0].unflatten(0, (-1, layout.block_size)))
-    return torch.cat(out) if out else torch.zeros_like(q_NBQd)
+        return out, lse[..., : q.shape[2]]
+    return _math_forward(q, k, v, bias)
+
+
+def kernel_backward(slope, q, k, v, bias_RL: torch.Tensor | None, out, lse):
+    """Gradients of q, k and v from the gradient of the output, and the whole softmax's out and lse."""
+    bias = _repeated(bias_RL, q.shape[2])
+    kind = fused_kernel(q, bias)
+    if kind == "cpu flash":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            slope, q, k, v, out, lse, 0.0, False, attn_mask=bias
+        )
+    if kind == "flash":
+        none = torch.zeros((), dtype=torch.int64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            slope, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, False,
+            none, none,
+        )  # fmt: skip
+    if kind == "efficient":
+        none = torch.zeros((), dtype=torch.int64, device=q.device)
+        short = -q.shape[2] % 32  # the kernel reads whole warps of rows
+        padded = F.pad(lse.float(), (0, short), value=float("inf")).contiguous()
+        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            slope, q, k, v, _aligned(bias, q.shape[1]), out, padded, none, none, 0.0,
+            [True, True, True, False],
+        )[:3]  # fmt: skip
+    return _math_backward(slope, q, k, v, bias, out, lse)
+
+
+def _aligned(bias_ML: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    """A bias whose rows begin at multiples of 16 numbers, as the CUDA kernel asks; [1, K, M, L]."""
+    if bias_ML is None:
+        return None
+    length = bias_ML.shape[1]
+    wide = F.pad(bias_ML, (0, -length % 16))
+    return wide[:, :length].expand(1, heads, -1, -1)
+
+
+def fused_kernel(q: torch.Tensor, bias: torch.Tensor | None) -> str:
+    """Which kernel a call gets: `cpu flash`, `flash`, `efficient` or `math`.
+
+    A kernel is used only after it has agreed with the written-out softmax on a small problem in this
+    process, forward and backward; one that fails or is not there gives way to `math`.
+    """
+    d, masked = q.shape[-1], bias is not None
+    kind = _candidate(q.device.type, q.dtype, d, masked)
+    if kind == "math" or _trying.get():
+        return kind
+    return kind if kernel_fault(kind, q.device, q.dtype, d, masked) is None else "math"
+
+
+def _candidate(device_type: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device_type == "cpu" and (half or dtype in (torch.float32, torch.float64)):
+        return "cpu flash"
+    if device_type == "cuda" and head_dim <= 256 and head_dim % 8 == 0:
+        if half and not masked:
+            return "flash"
+        if half or dtype == torch.float32:
+            return "efficient"
+    return "math"
+
+
+_trying: ContextVar[bool] = ContextVar("trying", default=False)
+_faults: dict[tuple, str | None] = {}
+_faults_lock = threading.Lock()
+
+
+def kernel_fault(
+    kind: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool
+) -> str | None:
+    """Why a fused kernel must not be used here, or None if it agrees with the written-out softmax."""
+    key = (kind, str(device), dtype, head_dim, masked)
+    with _faults_lock:
+        if key not in _faults:
+            token = _trying.set(True)
+            try:
+                _faults[key] = _try_kernel(device, dtype, head_dim, masked)
+            except Exception as e:  # whatever a build of torch does where it lacks the kernel
+                _faults[key] = f"{type(e).__name__}: {e}".splitlines()[0]
+            finally:
+                _trying.reset(token)
+        return _faults[key]
+
+
+@torch.no_grad()
+def _try_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool
+) -> str | None:
+    """40 rows over 72 keys in two heads; the mask leaves every row a key. Not a multiple of anything."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, slope = (
+        torch.randn(1, 2, n, head_dim, generator=g).to(device, dtype) for n in (40, 72, 72, 40)
+    )
+    mask = None
+    if masked:
+        mask = (torch.rand(20, 72, generator=g) < 0.5).to(device)
+        mask[:, 3] = True
+    small = None if mask is None else additive(mask, dtype)
+    out, lse = kernel_forward(q, k, v, small)
+    got = (out, lse, *kernel_backward(slope, q, k, v, small, out, lse))
+    wide = [x.double() for x in (slope, q, k, v)]
+    bias = None if mask is None else additive(mask, torch.float64).repeat(2, 1)
+    want_out, want_lse = _math_forward(*wide[1:], bias)
+    want = (want_out, want_lse, *_math_backward(*wide, bias, want_out, want_lse))
+    tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}.get(dtype, 1e-9)
+    names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
+    for name, a, b in zip(names, got, want, strict=True):
+        off = float((a.double() - b).norm() / b.norm())
+        if not off <= tolerance:
+            return f"its {name} is off by {off:.1e}"
+    return None
+
+
+def _math_forward(q, k, v, bias):
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores = scores if bias is None else scores + bias
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ v, lse
+
+
+def _math_backward(slope, q, k, v, bias, out, lse):
+    scale = q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = scores if bias is None else scores + bias
+    p = (scores - lse[..., None].to(scores.dtype)).exp()
+    dp = slope @ v.transpose(-1, -2)
+    ds = p * (dp - (slope * out).sum(-1, keepdim=True)) * scale
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ slope
+
+
+# --- dense, gather, flex ----------------------------------------------------------------------
+
+
+def _dense(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tensor:
+    n, block, heads, d = q.shape
+    kv = k_S.shape[1]
+    mask = layout.mask(0, n, ((0, layout.num_context),), see).to(q.device)
+    k = torch.cat([k_S, k_N.flatten(0, 1)]).repeat_interleave(heads // kv, 1)  # [L, Q, d]
+    v = torch.cat([v_S, v_N.flatten(0, 1)]).repeat_interleave(heads // kv, 1)
+    scores = torch.einsum("rhd,lhd->hrl", q.flatten(0, 1), k) * d**-0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hrl,lhd->rhd", weights, v).view(q.shape)
+
+
+GATHER_BLOCKS = 45  # blocks of 16 slots in a chunk, as in the run that this project starts from
+
+
+def _gather(q, k_S, v_S, k_N, v_N, layout, see, recompute, reentrant) -> torch.Tensor:
+    out = []
+    for first in range(0, layout.num_blocks, GATHER_BLOCKS):
+        blocks = slice(first, first + GATHER_BLOCKS)
+        run = partial(_gather_chunk, layout=layout, blocks=blocks, see=see)
+        args = (q[blocks], k_S, v_S, k_N[blocks], v_N[blocks])
+        out.append(checkpoint(run, *args, use_reentrant=reentrant) if recompute else run(*args))
+    return torch.cat(out)
+
+
+def _gather_chunk(q, k_S, v_S, k_N, v_N, layout, blocks, see) -> torch.Tensor:
+    device = q.device
+    anchor_C, start_C = layout.anchors[blocks].to(device), layout.start_N[blocks].to(device)
+    longest = int((anchor_C - start_C).max())
+    slot = torch.arange(q.shape[1], device=device)
+    row_CL = start_C[:, None] + torch.arange(longest, device=device)
+    context = (row_CL < anchor_C[:, None])[:, None].expand(-1, len(slot), -1)
+    back = slot[:, None] - slot
+    own = back >= 0 if see.causal else torch.ones_like(back, dtype=torch.bool)
+    if see.window is not None:
+        distance = (anchor_C[:, None] + slot)[:, :, None] - row_CL[:, None]
+        context = context & (distance < see.window)
+        own = own & (back.abs() < see.window)
+    mask = torch.cat([context, own.expand(len(q), -1, -1)], -1)[:, None]  # [C, 1, B, L]
+    at = torch.minimum(row_CL, anchor_C[:, None])
+    k, v = torch.cat([k_S[at], k_N], 1), torch.cat([v_S[at], v_N], 1)  # the copies
+    return folded(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+
+
+def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if (
+        q.device.type != "cuda"
+        and torch.is_grad_enabled()
+        and any(t.requires_grad for t in (q, k_S, v_S, k_N, v_N))
+    ):
+        raise UserError(
+            f"attention backend flex cannot train on a {q.device.type} device (torch's flex_attention has "
+            "no backward pass there); use machine.train.attention: chunked"
+        )
+    device, block, s = q.device, layout.block_size, layout.num_context
+    anchor, start = layout.anchors.to(device), layout.start_N.to(device)
+
+    def sees(_b, _h, row, key):
+        n, slot = row // block, row % block
+        position = anchor[n] + slot
+        context = (key < s) & (key >= start[n]) & (key < anchor[n])
+        own_slot = (key - s) % block
+        own = (key >= s) & ((key - s) // block == n)
+        back = slot - own_slot
+        if see.causal:
+            own = own & (back >= 0)
+        if see.window is not None:
+            context = context & (position - key < see.window)
+            own = own & (back.abs() < see.window)
+        return context | own
+
+    rows = q.flatten(0, 1)
+    keys = torch.cat([k_S, k_N.flatten(0, 1)])
+    values = torch.cat([v_S, v_N.flatten(0, 1)])
+    mask = create_block_mask(sees, None, None, len(rows), len(keys), device=str(device))
+    call = _compiled_flex() if device.type == "cuda" else flex_attention
+    out = call(
+        *(x.transpose(0, 1)[None] for x in (rows, keys, values)),
+        block_mask=mask,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1).reshape(q.shape)
+
+
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    global _FLEX
+    if _FLEX is None:
+        _FLEX = torch.compile(flex_attention, dynamic=False)
+    return _FLEX
+
+
+_FLEX = None
 
 
 def folded(
@@ -177,9 +656,7 @@ def folded(
 ) -> torch.Tensor:
     """Masked attention of R query rows over L keys with grouped heads, [n, R, Q, d].
 
-    The G query heads of a key head become G·R rows of it. `enable_gqa` with a mask has no fused CUDA
-    kernel and falls silently to the math one, and repeating the keys copies them G times; folded, it
-    is plain attention with K heads on any kernel.
+    The G query heads of a key head become G·R rows of it (see `fold`).
     """
     n, r, heads, d = q_nRQd.shape
     kv = k_nKLd.shape[1]

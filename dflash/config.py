@@ -176,19 +176,38 @@ class Extract(Settings):
 
 
 class Loss(Settings):
-    """Weighted cross-entropy over the slots of each block."""
+    """The loss of each slot of a block, and how much the slot weighs."""
 
+    labels: Literal["data", "argmax", "soft"] = Field(
+        "data",
+        description="What a slot learns: the data's token (DFlash paper), the target's own likeliest "
+        "token, or its whole distribution (KL); the last two make `extract` store the target's last "
+        "hidden state too.",
+    )
+    weights: Literal["decay", "dpace"] = Field(
+        "decay",
+        description="How much a slot weighs: a fixed decay (DFlash paper), or D-PACE, which follows "
+        "the drafter's own confidence (arXiv 2605.18810).",
+    )
     gamma: float | None = Field(
         None,
         gt=0.0,
-        description="Slot k weighs exp(-(k-1)/gamma). Default: 7, 5, 4 for block size 16, 10, 8 "
-        "(DFlash paper), in between by interpolation.",
+        description="With `decay`, slot k weighs exp(-(k-1)/gamma). Default: 7, 5, 4 for block size "
+        "16, 10, 8 (DFlash paper), in between by interpolation.",
+    )
+    dpace_alpha: float = Field(
+        0.5,
+        gt=0.0,
+        le=1.0,
+        description="With `dpace`, a confidence q counts as (1-alpha) q + alpha (D-PACE paper: 0.5).",
     )
     head_tokens: int | None = Field(
         None,
         ge=2,
         description="Train against only the so many most frequent tokens of the features (a cheap "
-        "trial; the exported drafter still uses the target's whole head). Default: all.",
+        "trial; slots with another token are left out, and the target's argmax and distribution are "
+        "those among these tokens; the exported drafter still uses the target's whole head). "
+        "Default: all.",
     )
 
 
@@ -323,12 +342,43 @@ class ExtractMachine(Machine):
 
 class TrainMachine(Machine):
     micro_batch: int = Field(8, ge=1, description="Documents in one forward pass.")
-    checkpointing: Literal["none", "layer"] = Field(
-        "layer", description="Recompute each layer in the backward pass to save memory."
+    attention: Literal["chunked", "split", "dense", "gather", "flex"] = Field(
+        "split",
+        description="How attention is computed; all give the same numbers (docs/attention.md). `split` "
+        "is the fastest measured, `chunked` the same in one call a group, `flex` needs a GPU and "
+        "compilation, `dense` and `gather` are for comparison.",
     )
-    loss_rows: int = Field(1024, ge=1, description="Rows of logits that exist at once.")
+    checkpointing: Literal["none", "layer", "group", "both", "selective"] = Field(
+        "layer",
+        description="What the backward pass recomputes to save memory: nothing, each layer, each "
+        "attention group's output, both, or each layer but its attention.",
+    )
+    reentrant: bool = Field(
+        False, description="Use torch's older, reentrant checkpoint (not with `selective`)."
+    )
+    loss_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Rows of logits that exist at once. Default: as many as 32 MiB on a CPU or 512 MiB on "
+        "a GPU hold.",
+    )
     group_rows: int | None = Field(
-        None, ge=1, description="Slots in one attention group. Default: chosen from the shape."
+        None, ge=1, description="Slots in one attention group. Default: what group_mb allows."
+    )
+    group_mb: int | None = Field(
+        None,
+        ge=1,
+        description="MiB that the temporaries of one attention group may take. Default: 16 on a CPU, "
+        "256 on a GPU.",
+    )
+    pad_context: int | None = Field(
+        None,
+        ge=2,
+        description="Pad every pack to so many context rows, so that shapes and memory stay constant "
+        "(with pad_blocks). Default: no padding.",
+    )
+    pad_blocks: int | None = Field(
+        None, ge=1, description="Pad every pack to so many blocks (with pad_context)."
     )
     save_minutes: float = Field(
         10.0, gt=0.0, description="Time between checkpoints (a kill loses at most this)."
@@ -633,6 +683,11 @@ def gamma(drafter: Drafter) -> float:
     return max(1.0, low[1] + (b - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
 
 
+def needs_last_hidden(drafter: Drafter) -> bool:
+    """Whether its training asks for the target's own distribution, so for its last hidden state."""
+    return drafter.training.loss.labels != "data"
+
+
 def canonical(data: Any) -> str:
     """One string for equal data: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -675,8 +730,12 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
             "trust_remote_code": w.target.trust_remote_code,
             **w.extract.model_dump(),
         }
+        if any(needs_last_hidden(d) for d in w.drafters.values()):
+            share["last_hidden"] = True
     elif stage == "train":
-        share = w.drafters[name].model_dump(exclude={"extends"})
+        share = _train_share(w.drafters[name])
+        if needs_last_hidden(w.drafters[name]) and w.target.trust_remote_code:
+            share["trust_remote_code"] = True  # the class of the final norm may come with the model
     elif stage == "evaluate":
         share = {
             "task": w.evaluate.tasks[name].model_dump(),
@@ -689,6 +748,23 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
     else:
         raise ValueError(f"no stage {stage!r}")
     return canonical({"stage": stage, "version": STAGE_VERSION[stage], **share})
+
+
+def _train_share(drafter: Drafter) -> dict[str, Any]:
+    """A drafter's settings without those that decide nothing beside its others.
+
+    What came later than the first trained drafters is left out at its default, so that these are
+    not trained anew.
+    """
+    share = drafter.model_dump(exclude={"extends"})
+    loss = share["training"]["loss"]
+    if loss["weights"] == "decay":
+        del loss["weights"], loss["dpace_alpha"]
+    else:
+        del loss["gamma"]
+    if loss["labels"] == "data":
+        del loss["labels"]
+    return share
 
 
 def machine_settings(workflow: Workflow, stage: str) -> str:

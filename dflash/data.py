@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from dflash import anchors
 from dflash.attention import Layout
@@ -27,6 +28,7 @@ class Document(Protocol):
     input_ids: np.ndarray  # int32 [S]
     loss_mask: np.ndarray  # bool [S]
     hidden: np.ndarray  # uint16 [S, T, H], bf16 bits
+    last_hidden: np.ndarray | None  # uint16 [S, H], bf16 bits, before the final norm; if asked for
 
 
 @dataclass
@@ -38,11 +40,14 @@ class Pack:
     anchor_tokens_N: torch.Tensor  # int64
     labels_NB: torch.Tensor  # int64; -1 where nothing is supervised
     weights_NB: torch.Tensor  # float32; 0 where nothing is supervised
+    target_rows_NB: torch.Tensor  # int64; context row whose hidden state decides the slot's token
     layout: Layout
+    last_SH: torch.Tensor | None = None  # bfloat16 [S, H], before the target's final norm
+    real_blocks: int = 0  # the first so many blocks; the others are padding
 
     @property
     def mass(self) -> float:
-        """Sum of the weights: what the loss of a step is divided by."""
+        """Sum of the weights, known before the forward: a step's loss is divided by its packs' sum."""
         return float(self.weights_NB.sum(dtype=torch.float64))
 
 
@@ -51,14 +56,23 @@ def pack(
     anchors_of: list[np.ndarray],
     slot_weights_B: torch.Tensor,
     group_rows: int | None = None,
+    pad_context: int | None = None,
+    pad_blocks: int | None = None,
 ) -> Pack:
     """Lay documents end to end and label the blocks at their anchors.
 
     Slot k of the block at a is supervised iff k >= 1, a + k lies in the document, and the token
-    there belongs to the response; its label is that token (its own position, no shift).
+    there belongs to the response; its label is that token (its own position, no shift). The target
+    decided on that token from its hidden state one position earlier: the row a + k - 1.
+
+    `pad_context` and `pad_blocks` bring the pack to exactly so many context rows and blocks, so that
+    every step has the same shapes. What is added is one more document of zeros with blocks at its
+    first row: they see nothing of the others, nothing of theirs is supervised, and no gradient
+    changes. Raises UserError when a pack is larger than that.
     """
     block = len(slot_weights_B)
-    starts = np.cumsum([0, *(len(d.input_ids) for d in documents)])
+    lengths = [len(d.input_ids) for d in documents]
+    starts = np.cumsum([0, *lengths])
     labels, tokens, rows = [], [], []
     for document, chosen, start in zip(documents, anchors_of, starts[:-1], strict=True):
         ids = document.input_ids.astype(np.int64)
@@ -72,16 +86,58 @@ def pack(
         rows.append(chosen + start)
     labels_NB = torch.from_numpy(np.concatenate(labels))
     hidden = np.concatenate([d.hidden.reshape(len(d.input_ids), -1) for d in documents])
+    last = [d.last_hidden for d in documents]
+    short_rows, short_blocks = 0, 0
+    if pad_context is not None or pad_blocks is not None:
+        short_rows, short_blocks = _short(
+            documents, starts[-1], len(labels_NB), pad_context, pad_blocks
+        )
+    anchors_N = torch.from_numpy(np.concatenate(rows))
+    tokens_N = torch.from_numpy(np.concatenate(tokens))
+    last_SH = None if any(x is None for x in last) else np.concatenate(last)
+    if short_rows:
+        starts = np.append(starts, starts[-1] + short_rows)
+        hidden = np.pad(hidden, ((0, short_rows), (0, 0)))
+        last_SH = None if last_SH is None else np.pad(last_SH, ((0, short_rows), (0, 0)))
+    if short_blocks:
+        labels_NB = F.pad(labels_NB, (0, 0, 0, short_blocks), value=-1)
+        tokens_N = F.pad(tokens_N, (0, short_blocks))
+        anchors_N = F.pad(anchors_N, (0, short_blocks), value=int(starts[-2]))
     return Pack(
         sample_ids=[d.sample_id for d in documents],
         taps_SD=torch.from_numpy(hidden).view(torch.bfloat16),
-        anchor_tokens_N=torch.from_numpy(np.concatenate(tokens)),
+        anchor_tokens_N=tokens_N,
         labels_NB=labels_NB,
         weights_NB=torch.where(labels_NB >= 0, slot_weights_B, 0.0),
-        layout=Layout(
-            torch.from_numpy(starts), torch.from_numpy(np.concatenate(rows)), block, group_rows
+        target_rows_NB=(anchors_N[:, None] + torch.arange(-1, block - 1)).clamp(
+            0, int(starts[-1]) - 1
         ),
+        layout=Layout(torch.from_numpy(starts), anchors_N, block, group_rows),
+        last_SH=None if last_SH is None else torch.from_numpy(last_SH).view(torch.bfloat16),
+        real_blocks=len(labels_NB) - short_blocks,
     )
+
+
+def _short(
+    documents: list[Document],
+    rows: int,
+    blocks: int,
+    pad_context: int | None,
+    pad_blocks: int | None,
+) -> tuple[int, int]:
+    """Rows and blocks missing to a constant shape."""
+    if pad_context is None or pad_blocks is None:
+        raise UserError(
+            "machine.train: pad_context and pad_blocks make constant shapes only together; set both, "
+            "or neither"
+        )
+    if rows + 1 > pad_context or blocks > pad_blocks:
+        raise UserError(
+            f"machine.train: a pack of {len(documents)} documents has {rows} tokens and {blocks} "
+            f"blocks, more than pad_context {pad_context} (one row of it is for the padding) and "
+            f"pad_blocks {pad_blocks} hold; raise them or lower micro_batch"
+        )
+    return pad_context - int(rows), pad_blocks - blocks
 
 
 class Shards(Protocol):
@@ -89,7 +145,9 @@ class Shards(Protocol):
 
     sample_ids: list[str]
 
-    def read(self, i: int, taps: list[int] | None = None) -> Document: ...
+    def read(
+        self, i: int, taps: list[int] | None = None, last_hidden: bool = False
+    ) -> Document: ...
 
 
 class Stream:
@@ -100,12 +158,20 @@ class Stream:
         taps: positions of the wanted taps in the stores.
         seed: seed of document order and anchors.
         anchors_per_document: most blocks of a document in one epoch.
+        last_hidden: read the target's last hidden state too.
     Raises UserError when no document can hold a block.
     """
 
-    def __init__(self, shards: list[Shards], taps: list[int], seed: int, anchors_per_document: int):
+    def __init__(
+        self,
+        shards: list[Shards],
+        taps: list[int],
+        seed: int,
+        anchors_per_document: int,
+        last_hidden: bool = False,
+    ):
         self.shards, self.taps, self.seed = shards, taps, seed
-        self.anchors_per_document = anchors_per_document
+        self.anchors_per_document, self.last_hidden = anchors_per_document, last_hidden
         where = {
             sample_id: (shard, i)
             for shard in range(len(shards))
@@ -128,7 +194,7 @@ class Stream:
         if epoch not in self._orders:
             self._orders = {epoch: anchors.permutation(len(self), "documents", self.seed, epoch)}
         shard, row = self.where[int(self._orders[epoch][i])]
-        document = self.shards[shard].read(row, self.taps)
+        document = self.shards[shard].read(row, self.taps, self.last_hidden)
         chosen = anchors.choose(
             document.loss_mask, self.anchors_per_document, self.seed, epoch, document.sample_id
         )

@@ -28,6 +28,7 @@ from dflash.attention import Layout, Visibility, attend
 from dflash.errors import UserError
 from dflash.files import read_json, save_tensors, write_json
 
+CHECKPOINTING = ("none", "layer", "group", "both", "selective")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -178,7 +179,7 @@ class DrafterConfig:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last axis, computed in float32."""
+    """x / rms(x) · weight over the last axis, computed in float32 (float64 stays)."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -186,7 +187,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
         return y.to(x.dtype)
 
 
@@ -266,12 +268,33 @@ class Layer(nn.Module):
         layout: Layout,
         see: Visibility,
         backend: str,
+        recompute: bool = False,
+        reentrant: bool = False,
     ) -> torch.Tensor:
         """The layer in training: every block of a pack over its document's context."""
         k_SKd, v_SKd = self.self_attn.keys_values(context_SH, at_S)
-        return self(
-            x_NBH, at_NB, lambda q, k, v: attend(q, k_SKd, v_SKd, k, v, layout, see, backend)
-        )
+
+        def over_context(q, k, v):
+            return attend(q, k_SKd, v_SKd, k, v, layout, see, backend, recompute, reentrant)
+
+        return self(x_NBH, at_NB, over_context)
+
+
+def _keep_attention():
+    """Contexts of a checkpoint that keeps what attention kernels gave and recomputes all else."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    kept = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+
+    def policy(_ctx, op, *_args, **_kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class Drafter(nn.Module):
@@ -310,6 +333,7 @@ class Drafter(nn.Module):
         layout: Layout,
         backend: str = "chunked",
         checkpointing: str = "none",
+        reentrant: bool = False,
     ) -> torch.Tensor:
         """Training: hidden states of all slots after the final norm, [N, B, H].
 
@@ -317,19 +341,33 @@ class Drafter(nn.Module):
             taps_SD: tapped hidden states of the packed documents, [S, T·H].
             block_NBH: embedded blocks (anchor token, then mask tokens), [N, B, H].
             layout: where documents and anchors lie.
-            checkpointing: "none", or "layer" to recompute each layer in the backward pass.
+            backend: how attention is computed (see `attention`); all give the same numbers.
+            checkpointing: what the backward pass recomputes: nothing ("none"), each layer
+                ("layer"), each attention group ("group"), "both", or each layer without its
+                attention ("selective").
+            reentrant: use torch's older checkpoint, which runs the recomputation as a backward pass
+                of its own; "selective" does not exist there.
         """
+        if checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"no checkpointing {checkpointing!r}; there are {', '.join(CHECKPOINTING)}"
+            )
+        if checkpointing == "selective" and reentrant:
+            raise ValueError("selective checkpointing needs the non-reentrant kind")
+        recompute = checkpointing in ("group", "both")
+        layers = checkpointing in ("layer", "both", "selective") and torch.is_grad_enabled()
+        options: dict[str, Any] = {"use_reentrant": reentrant}
+        if checkpointing == "selective":
+            options["context_fn"] = _keep_attention
         device = taps_SD.device
         context_SH = self.context(taps_SD)
         at_S = self.rope(layout.context_positions_S.to(device))
         at_NB = self.rope(layout.block_positions_NB.to(device))
         x = block_NBH
         for i, layer in enumerate(self.layers):
-            args = (x, context_SH, at_NB, at_S, layout, self.config.visibility(i), backend)
-            if checkpointing == "layer" and torch.is_grad_enabled():
-                x = checkpoint(layer.over_pack, *args, use_reentrant=False)
-            else:
-                x = layer.over_pack(*args)
+            see = self.config.visibility(i)
+            args = (x, context_SH, at_NB, at_S, layout, see, backend, recompute, reentrant)
+            x = checkpoint(layer.over_pack, *args, **options) if layers else layer.over_pack(*args)
         return self.norm(x)
 
 

@@ -5,7 +5,8 @@
         --out results/features/NAME/SHARD.zarr --manifest results/features/NAME/SHARD.json
 
 One forward of the decoder without its head gives all features of a document. What is stored does
-not depend, up to rounding, on which documents were read together.
+not depend, up to rounding, on which documents were read together. Where some drafter learns from the
+target's own distribution, the last layer's output is stored too, before the final norm.
 
 Legend: B documents · S tokens · T taps · H hidden width.
 """
@@ -30,7 +31,7 @@ from dflash.features import Document, Shard, open_shard, shard_identity, write_s
 from dflash.files import read_settings, sha256, text_sha256
 from dflash.progress import progress
 from dflash.regenerate import TokenRow, read_tokens
-from dflash.taps import Taps, run_decoder
+from dflash.taps import Taps, decoder, final_norm, run_decoder
 from dflash.target import is_out_of_memory, load_model, read_identity
 
 
@@ -42,6 +43,7 @@ class StageSettings(Extract):
     taps: list[int] = Field(min_length=1)
     dtype: DType
     trust_remote_code: bool = False
+    last_hidden: bool = False  # store the last layer's output, before the final norm
 
 
 # --- which documents ----------------------------------------------------------------------------
@@ -120,9 +122,14 @@ def forward(model: nn.Module, taps: Taps, rows: Sequence[TokenRow], pad_id: int)
 
 
 def documents(
-    model: nn.Module, taps: Taps, rows: Sequence[TokenRow], batch_tokens: int, pad_id: int
+    model: nn.Module,
+    taps: Taps,
+    rows: Sequence[TokenRow],
+    batch_tokens: int,
+    pad_id: int,
+    last_hidden: bool = False,
 ) -> Iterator[Document]:
-    """Every row with its hidden states, in order.
+    """Every row with its hidden states, in order; with `last_hidden`, the last tap is that state.
 
     Running out of memory halves the batch, for what is left too, and says so. Raises UserError when
     a single document does not fit.
@@ -141,9 +148,27 @@ def documents(
             batch_tokens = _halved(batch)
             continue
         for i, row in enumerate(batch):
-            length = len(row.input_ids)
-            yield Document(row.sample_id, row.input_ids, row.loss_mask, hidden_BSTH[i, :length])
+            hidden, last = hidden_BSTH[i, : len(row.input_ids)], None
+            if last_hidden:
+                hidden, last = hidden[:, :-1], hidden[:, -1]
+            yield Document(row.sample_id, row.input_ids, row.loss_mask, hidden, last)
         start += len(batch)
+
+
+@torch.inference_mode()
+def check_final_norm(model: nn.Module, taps: Taps) -> None:
+    """Run two tokens: the final norm of the last tap must be what the head gets.
+
+    Raises UserError for a model that does anything else there.
+    """
+    out = run_decoder(model, input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+    last_BSH = taps.stack()[:, :, -1]
+    taps.clear()
+    if not torch.equal(final_norm(model)(last_BSH), out.last_hidden_state):
+        raise UserError(
+            f"{type(model).__name__} does more than its final norm between the last layer and the head, "
+            "so its distribution does not follow from the stored state; set `training.loss.labels: data`"
+        )
 
 
 def _halved(batch: Sequence[TokenRow]) -> int:
@@ -221,6 +246,7 @@ def main(argv: list[str] | None) -> None:
         compute_dtype=settings.dtype,
         settings_sha256=text_sha256(canonical(raw)),
         tokens_sha256=sha256(args.tokens),
+        last_hidden=settings.last_hidden,
     )
     if finished(args.out, manifest, identity, rows):
         print(f"extract {name}: {args.out} is already there and whole; nothing to do")
@@ -228,14 +254,19 @@ def main(argv: list[str] | None) -> None:
     torch.set_num_threads(args.threads or machine.threads)
     model = load_model(target, settings.dtype, settings.trust_remote_code)
     tokens = sum(len(row.input_ids) for row in rows)
+    caught = list(settings.taps)
+    if settings.last_hidden:
+        caught.append(len(decoder(model).layers) - 1)
     started = time.monotonic()
     with (
-        Taps(model, settings.taps) as taps,
+        Taps(model, caught) as taps,
         write_shard(args.out, identity, len(rows), tokens, manifest, dropped) as writer,
         progress(desc=f"extract {name}", total=tokens, unit="tokens") as bar,
     ):
+        if settings.last_hidden:
+            check_final_norm(model, taps)
         for document in documents(
-            model, taps, rows, machine.batch_tokens, target.pad_token_id or 0
+            model, taps, rows, machine.batch_tokens, target.pad_token_id or 0, settings.last_hidden
         ):
             writer.add(document)
             bar.update(len(document.input_ids))

@@ -2,17 +2,21 @@
 
 Legend: N documents and P tokens of a shard · S tokens of one document · T taps · H hidden width.
 
-    hidden     uint16 [P, T, H]  bf16 bit patterns, documents one after the other
-    input_ids  int32  [P]        tokens of the documents
-    loss_mask  bool   [P]        True where the target itself wrote the token
-    offsets    int64  [N + 1]    document i is rows offsets[i] to offsets[i + 1]
-    sample_id  uint8  [N, 16]    ASCII; Zarr v3 has no stable fixed-length string, bytes need none
+    hidden       uint16 [P, T, H]  bf16 bit patterns, documents one after the other
+    last_hidden  uint16 [P, H]     the same of the last layer, before the final norm; not in all
+    input_ids    int32  [P]        tokens of the documents
+    loss_mask    bool   [P]        True where the target itself wrote the token
+    offsets      int64  [N + 1]    document i is rows offsets[i] to offsets[i + 1]
+    sample_id    uint8  [N, 16]    ASCII; Zarr v3 has no stable fixed-length string, bytes need none
 
 bf16 is stored by its bits because Zarr has no such type; that is exact for every value. Every
 chunk ends in a crc32c, the metadata of each array is hashed in the group's attributes and these
 carry their own hash, so damage is an error and never a wrong number. A missing chunk reads as the
-fill value, which for `hidden` is a NaN that the writer refuses to store. Whoever opens a shard may
-ask for an identity (target, tokenizer, taps ...), and any other is refused.
+fill value, which for hidden states is a NaN that the writer refuses to store. Whoever opens a shard
+may ask for an identity (target, tokenizer, taps ...), and any other is refused.
+
+`last_hidden` is there where the attribute of that name says what it is (else that is null). Its row
+p gives, through the target's final norm and head, the target's distribution of token p + 1.
 
     python -m dflash.features inspect|verify results/features/SOURCE/SHARD.zarr
 """
@@ -68,6 +72,7 @@ TARGET_FIELDS = (
 TAP_CONVENTION = (
     "output of 0-based decoder layer i, before the final norm (Hugging Face hidden_states[i+1])"
 )
+LAST_HIDDEN = "output of the last decoder layer, before the final norm"
 RECORDS = (  # attributes that are not identity
     "format",
     "format_version",
@@ -96,6 +101,7 @@ class Document:
     input_ids: np.ndarray  # int32 [S]
     loss_mask: np.ndarray  # bool [S]
     hidden: np.ndarray  # uint16 [S, T, H], bf16 bit patterns
+    last_hidden: np.ndarray | None = None  # uint16 [S, H], likewise, before the final norm
 
 
 def store_identity(target: Any) -> dict[str, Any]:
@@ -111,17 +117,23 @@ def store_identity(target: Any) -> dict[str, Any]:
 
 
 def shard_identity(
-    target: Any, taps: Sequence[int], compute_dtype: str, settings_sha256: str, tokens_sha256: str
+    target: Any,
+    taps: Sequence[int],
+    compute_dtype: str,
+    settings_sha256: str,
+    tokens_sha256: str,
+    last_hidden: bool = False,
 ) -> dict[str, Any]:
     """Everything that decides what a shard holds.
 
     `target` is a `dflash.target.Identity`; `taps` are layer ids; `tokens_sha256` hashes the file
-    that the documents came from, so that features of an older answer are not taken for new ones.
+    that the documents came from, so that features of an older answer are not taken for new ones;
+    `last_hidden` says whether the last hidden state is stored as well.
     """
     return {
         **store_identity(target),
         "taps": list(taps),
-        "last_hidden": None,  # not stored; later: on which side of the final norm
+        "last_hidden": LAST_HIDDEN if last_hidden else None,
         "compute_dtype": compute_dtype,
         "settings_sha256": settings_sha256,
         "tokens_sha256": tokens_sha256,
@@ -136,9 +148,9 @@ def layout(
 ) -> tuple[int, int]:
     """Tokens in one chunk of `hidden`, and in one slab (a file, written whole).
 
-    A chunk is the largest power of two of tokens within 2.5 MiB (so at least 1.25 MiB): 256
-    tokens at 5 x 576, 64 at 5 x 4096. Slabs hold at most `slab_chunks` chunks and share them
-    evenly, so that the last one is not mostly empty.
+    `last_hidden` has chunks and files of as many tokens. A chunk is the largest power of two of
+    tokens within 2.5 MiB (so at least 1.25 MiB): 256 tokens at 5 x 576, 64 at 5 x 4096. Slabs hold at
+    most `slab_chunks` chunks and share them evenly, so that the last one is not mostly empty.
     """
     chunk = min(tokens, 1 << max(1, chunk_bytes // row_bytes).bit_length() - 1)
     chunks = math.ceil(tokens / chunk)
@@ -186,7 +198,8 @@ def exclusive(path: Path) -> Iterator[None]:
 class ShardWriter:
     """Receives the documents of one shard in order. Made by `write_shard`.
 
-    Holds one slab of hidden states (at most 320 MiB; encoding it takes about twice that again).
+    Holds one slab of hidden states (at most 320 MiB; encoding it takes about twice that again), and
+    one of last hidden states if they are stored (smaller by the number of taps).
     """
 
     def __init__(
@@ -203,32 +216,40 @@ class ShardWriter:
         self.path = path
         self.identity = json.loads(canonical(dict(identity)))
         self.dropped = dict(dropped)
-        self.width = (len(self.identity["taps"]), self.identity["hidden_size"])  # T, H
+        self.widths = {"hidden": (len(self.identity["taps"]), self.identity["hidden_size"])}
+        if self.identity["last_hidden"] is not None:
+            self.widths["last_hidden"] = (self.identity["hidden_size"],)
         self.tokens = tokens
         self.sample_ids: dict[str, None] = {}
         self.offsets = np.zeros(documents + 1, np.int64)
         self.input_ids = np.empty(tokens, np.int32)
         self.loss_mask = np.empty(tokens, np.bool_)
-        chunk, slab = layout(tokens, 2 * math.prod(self.width), chunk_bytes, slab_chunks)
-        self.slab_PTH = np.empty((slab, *self.width), np.uint16)
-        self.filled = 0  # rows of the slab
-        self.written = 0  # rows of `hidden` on disk
-        self.crc32c = 0  # of all rows on disk
+        chunk, slab = layout(tokens, 2 * math.prod(self.widths["hidden"]), chunk_bytes, slab_chunks)
+        self.slabs = {n: np.empty((slab, *w), np.uint16) for n, w in self.widths.items()}
+        self.slab_rows = slab
+        self.filled = 0  # rows of the slabs
+        self.written = 0  # rows of hidden states on disk
+        self.crc32c = dict.fromkeys(self.widths, 0)  # of all rows on disk
         with _naming(path):
             self.group = zarr.create_group(str(folder), zarr_format=3)
-            self.hidden = self.group.create_array(
-                "hidden",
-                shape=(tokens, *self.width),
-                dtype="uint16",
-                chunks=(chunk, *self.width),
-                shards=(slab, *self.width),
-                compressors=Crc32cCodec(),
-                filters=None,
-                fill_value=FILL,
-                dimension_names=("token", "tap", "channel"),
-                # Comparing every chunk with the fill value would double the cost of writing.
-                config={"write_empty_chunks": True},
-            )
+            self.states = {
+                name: self.group.create_array(
+                    name,
+                    shape=(tokens, *width),
+                    dtype="uint16",
+                    chunks=(chunk, *width),
+                    shards=(slab, *width),
+                    compressors=Crc32cCodec(),
+                    filters=None,
+                    fill_value=FILL,
+                    dimension_names=("token", "tap", "channel")
+                    if len(width) == 2
+                    else ("token", "channel"),
+                    # Comparing every chunk with the fill value would double the cost of writing.
+                    config={"write_empty_chunks": True},
+                )
+                for name, width in self.widths.items()
+            }
 
     def add(self, document: Document) -> None:
         """Append one document.
@@ -238,24 +259,27 @@ class ShardWriter:
         """
         length = len(document.input_ids)
         index, start = len(self.sample_ids), self.written + self.filled
-        _check_document(document, self.width)
+        _check_document(document, self.widths)
         if document.sample_id in self.sample_ids:
             raise ValueError(f"sample {document.sample_id} was added twice")
         if index == len(self.offsets) - 1 or start + length > self.tokens:
             raise ValueError(f"more than {self.tokens} tokens or {index} documents were added")
-        if nonfinite(document.hidden):
-            raise UserError(self._nonfinite(document))
+        for name in self.widths:
+            if nonfinite(getattr(document, name)):
+                raise UserError(self._nonfinite(document, name))
         self.sample_ids[document.sample_id] = None
         self.offsets[index + 1] = start + length
         self.input_ids[start : start + length] = document.input_ids
         self.loss_mask[start : start + length] = document.loss_mask
         done = 0
         while done < length:
-            take = min(length - done, len(self.slab_PTH) - self.filled)
-            self.slab_PTH[self.filled : self.filled + take] = document.hidden[done : done + take]
+            take = min(length - done, self.slab_rows - self.filled)
+            for name, slab in self.slabs.items():
+                rows = getattr(document, name)[done : done + take]
+                slab[self.filled : self.filled + take] = rows
             self.filled += take
             done += take
-            if self.filled == len(self.slab_PTH):
+            if self.filled == self.slab_rows:
                 self._flush()
 
     def finish(self) -> dict[str, Any]:
@@ -280,10 +304,11 @@ class ShardWriter:
         return attributes
 
     def _flush(self) -> None:
-        with _naming(self.path):
-            end = self.written + self.filled
-            self.hidden[self.written : end] = self.slab_PTH[: self.filled]
-        self.crc32c = _crc32c(self.crc32c, self.slab_PTH[: self.filled])
+        end = self.written + self.filled
+        for name, slab in self.slabs.items():
+            with _naming(self.path):
+                self.states[name][self.written : end] = slab[: self.filled]
+            self.crc32c[name] = _crc32c(self.crc32c[name], slab[: self.filled])
         self.written, self.filled = end, 0
 
     def _flat(self, name: str, data: np.ndarray, fill_value: Any) -> None:
@@ -321,13 +346,16 @@ class ShardWriter:
         }
         return attributes | {"attributes_sha256": text_sha256(canonical(attributes))}
 
-    def _nonfinite(self, document: Document) -> str:
-        bad = (document.hidden & EXPONENT) == EXPONENT
-        token, tap, channel = (int(x) for x in np.argwhere(bad)[0])
-        value = "NaN" if document.hidden[token, tap, channel] & 0x7F else "infinity"
+    def _nonfinite(self, document: Document, name: str) -> str:
+        states = getattr(document, name)
+        bad = (states & EXPONENT) == EXPONENT
+        at = tuple(int(x) for x in np.argwhere(bad)[0])
+        token, channel = at[0], at[-1]
+        layer = "last layer" if len(at) == 2 else f"layer {self.identity['taps'][at[1]]}"
+        value = "NaN" if states[at] & 0x7F else "infinity"
         return (
-            f"{self.path}: sample {document.sample_id}: the target's layer "
-            f"{self.identity['taps'][tap]} gave {value} at token {token}, channel {channel} "
+            f"{self.path}: sample {document.sample_id}: the target's {layer} gave {value} at token "
+            f"{token}, channel {channel} "
             f"({int(bad.sum())} such values); every value must be finite: check the target's "
             "weights, or set `target.dtype: float32`"
         )
@@ -391,27 +419,36 @@ def _crc32c(crc32c: int, array: np.ndarray) -> int:
 
 
 def _content_sha256(
-    offsets: np.ndarray, ids: np.ndarray, tokens: np.ndarray, mask: np.ndarray, crc32c: int
+    offsets: np.ndarray,
+    ids: np.ndarray,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    crc32c: Mapping[str, int],
 ) -> str:
-    """One name for all that is stored: a SHA-256 over the small arrays and the crc32c of `hidden`
-    (hashing that in full would take as long as writing it)."""
-    digest = hashlib.sha256(f"{crc32c:08x}".encode())
+    """One name for all that is stored: a SHA-256 over the small arrays and the crc32c of `hidden` and
+    `last_hidden` (hashing these in full would take as long as writing them)."""
+    digest = hashlib.sha256("".join(f"{crc32c[name]:08x}" for name in sorted(crc32c)).encode())
     for array in (offsets, ids, tokens, mask):
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
 
 
-def _check_document(document: Document, width: tuple[int, int]) -> None:
+def _check_document(document: Document, widths: Mapping[str, tuple[int, ...]]) -> None:
     length = len(document.input_ids)
     if not SAMPLE_ID.fullmatch(document.sample_id):
         raise ValueError(f"sample id {document.sample_id!r} is not 16 hexadecimal characters")
     if length < 1 or document.loss_mask.shape != (length,):
         raise ValueError(f"sample {document.sample_id}: input_ids and loss_mask differ in length")
-    if document.hidden.dtype != np.uint16 or document.hidden.shape != (length, *width):
-        raise ValueError(
-            f"sample {document.sample_id}: hidden is {document.hidden.dtype} "
-            f"{list(document.hidden.shape)}, expected uint16 {[length, *width]}"
-        )
+    if document.last_hidden is not None and "last_hidden" not in widths:
+        raise ValueError(f"sample {document.sample_id}: last_hidden is given, but not announced")
+    for name, width in widths.items():
+        states = getattr(document, name)
+        if states is None or states.dtype != np.uint16 or states.shape != (length, *width):
+            found = "absent" if states is None else f"{states.dtype} {list(states.shape)}"
+            raise ValueError(
+                f"sample {document.sample_id}: {name} is {found}, expected uint16 "
+                f"{[length, *width]}"
+            )
 
 
 @contextmanager
@@ -530,22 +567,45 @@ class Shard:
             )
         return [self.taps.index(i) for i in layer_ids]
 
-    def read(self, i: int, taps: Sequence[int] | None = None) -> Document:
+    def require_last_hidden(self) -> None:
+        """Raises UserError when the target's last hidden state is not stored before its final norm."""
+        found = self.attributes["last_hidden"]
+        if found != LAST_HIDDEN:
+            what = "no last hidden state" if found is None else repr(found)
+            raise UserError(
+                f"{self.path}: holds {what}, but "
+                "`training.loss.labels` other than `data` needs the target's last hidden state before "
+                "its final norm; run extract again with this drafter in the settings"
+            )
+
+    def read(
+        self, i: int, taps: Sequence[int] | None = None, last_hidden: bool = False
+    ) -> Document:
         """Document `i` with all taps, or those at the given positions (see `tap_positions`).
 
-        Raises UserError when anything stored is damaged or missing; nothing is ever substituted.
+        With `last_hidden`, also with that. Raises UserError when it is not stored, and when anything
+        stored is damaged or missing; nothing is ever substituted.
         """
         span = self._span(i)
-        hidden = self._rows("hidden", span.start, span.stop)
-        # A chunk is missing as a whole, so one value a token is enough to see it.
-        if (hidden[:, 0, 0] == FILL).any():
-            raise self._damaged("a chunk of hidden is missing", i)
+        hidden = self._states("hidden", span, i)
+        last = None
+        if last_hidden:
+            self.require_last_hidden()
+            last = self._states("last_hidden", span, i)
         return Document(
             self.sample_ids[i],
             self._input_ids[span].copy(),
             self._loss_mask[span].copy(),
             hidden if taps is None else hidden[:, list(taps)],
+            last,
         )
+
+    def _states(self, name: str, span: slice, i: int) -> np.ndarray:
+        states = self._rows(name, span.start, span.stop)
+        # A chunk is missing as a whole, so one value a token is enough to see it.
+        if (states.reshape(len(states), -1)[:, 0] == FILL).any():
+            raise self._damaged(f"a chunk of {name} is missing", i)
+        return states
 
     def _span(self, i: int) -> slice:
         if not 0 <= i < len(self):
@@ -672,6 +732,7 @@ def _check_array(path: Path, name: str, sha256: str, attributes: Mapping[str, An
     documents, tokens = attributes["counts"]["documents"], attributes["counts"]["tokens"]
     shape = {
         "hidden": [tokens, len(attributes["taps"]), attributes["hidden_size"]],
+        "last_hidden": [tokens, attributes["hidden_size"]],
         "offsets": [documents + 1],
         "sample_id": [documents, 16],
     }.get(name, [tokens])
@@ -692,16 +753,18 @@ def verify(path: str | Path) -> dict[str, Any]:
     """
     shard = open_shard(path)
     _ = shard.sample_ids  # checks them
-    crc32c, hidden, tokens = 0, shard._arrays["hidden"], shard.counts["tokens"]
-    step = 16 * hidden.chunks[0]  # whole chunks, some 30 MiB
+    names = [n for n in ("hidden", "last_hidden") if n in shard._arrays]
+    crc32c, tokens = dict.fromkeys(names, 0), shard.counts["tokens"]
+    step = 16 * shard._arrays["hidden"].chunks[0]  # whole chunks, some 30 MiB
     with progress(desc=f"verify {shard.path.name}", total=tokens, unit="tokens") as bar:
         for start in range(0, tokens, step):
             end = min(start + step, tokens)
-            rows = shard._rows("hidden", start, end)
-            if nonfinite(rows):
-                token = start + int(np.argwhere((rows & EXPONENT) == EXPONENT)[0, 0])
-                raise shard._damaged("hidden has a value that is not finite", start=token)
-            crc32c = _crc32c(crc32c, rows)
+            for name in names:
+                rows = shard._rows(name, start, end)
+                if nonfinite(rows):
+                    token = start + int(np.argwhere((rows & EXPONENT) == EXPONENT)[0, 0])
+                    raise shard._damaged(f"{name} has a value that is not finite", start=token)
+                crc32c[name] = _crc32c(crc32c[name], rows)
             bar.update(end - start)
     content = _content_sha256(
         shard.offsets, shard._id_bytes, shard._input_ids, shard._loss_mask, crc32c

@@ -32,6 +32,25 @@ def decoder(model: nn.Module) -> nn.Module:
     return found
 
 
+# What the families call the norm between the last layer and the head.
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
+
+def final_norm(model: nn.Module) -> nn.Module:
+    """The norm between the last decoder layer and the head, as the model has it.
+
+    Raises UserError for a model that has none of a known name.
+    """
+    found = decoder(model)
+    norms = [getattr(found, name) for name in FINAL_NORMS if hasattr(found, name)]
+    if len(norms) != 1 or not isinstance(norms[0], nn.Module):
+        raise UserError(
+            f"{type(model).__name__} has {len(norms)} of the modules {', '.join(FINAL_NORMS)}, expected "
+            "one as its final norm; set `training.loss.labels: data`, which needs none"
+        )
+    return norms[0]
+
+
 def run_decoder(model: nn.Module, **inputs: Any) -> Any:
     """Forward of the model without its head: logits of a whole vocabulary are never made."""
     return decoder(model)(**inputs)

@@ -35,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 from dflash.config import EMBEDDED, Settings, Target, check, is_folder, split_hub_id
 from dflash.errors import UserError
 from dflash.files import read_json, read_settings, sha256, text_sha256, whole, write_json
+from dflash.taps import final_norm
 
 if not sys.stderr.isatty():  # its bars redraw one line, which fills a log file
     transformers_logging.disable_progress_bar()
@@ -225,6 +226,39 @@ def load_tensors(identity: Identity, names: list[str], optional: bool = False) -
         with safe_open(folder / file, "pt") as f:
             tensors |= {n: f.get_tensor(n) for n in sorted(set(names)) if places[n] == file}
     return tensors
+
+
+def load_final_norm(identity: Identity, trust_remote_code: bool = False) -> nn.Module:
+    """The target's own final norm with its weights as stored, frozen: [..., H] -> [..., H].
+
+    The module comes from the model's own class, since families differ in what they do with the
+    gain (Gemma and Qwen3-Next multiply by 1 + weight) and where they round. Reads nothing else of
+    the weights.
+    """
+    folder = Path(identity.folder)
+    shell = _without_weights(_config(folder, trust_remote_code), folder, trust_remote_code)
+    norm = final_norm(shell)
+    prefix = next(name for name, module in shell.named_modules() if module is norm) + "."
+    wanted = list(norm.state_dict())
+    if {name for name, _ in norm.named_buffers()} - set(wanted):
+        raise UserError(
+            f"{folder}: the final norm {type(norm).__name__} holds values that are not in the weights; "
+            "set `training.loss.labels: data`, which needs no final norm"
+        )
+    bare = prefix.removeprefix(shell.base_model_prefix + ".")  # saved from the bare decoder
+    names = [start + name for name in wanted for start in dict.fromkeys((prefix, bare))]
+    tensors = load_tensors(identity, names, optional=True)
+    own = {}
+    for name in wanted:
+        found = [tensors[start + name] for start in (prefix, bare) if start + name in tensors]
+        if not found or found[0].shape != norm.state_dict()[name].shape:
+            raise UserError(
+                f"{folder}: its weights hold no {prefix}{name} of the shape that config.json implies; "
+                "give a complete saved model"
+            )
+        own[name] = found[0]
+    norm.load_state_dict(own, assign=True)
+    return norm.eval().requires_grad_(False)
 
 
 # --- where a model comes from -------------------------------------------------------------------
@@ -479,6 +513,20 @@ def _generation_defaults(folder: Path) -> dict[str, Any]:
     return _model_json(file) if file.is_file() else {}
 
 
+def _without_weights(
+    config: PreTrainedConfig, folder: Path, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model's modules with shapes alone, which takes no memory."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, AttributeError) as e:
+        raise UserError(
+            f"{folder / 'config.json'}: {config.model_type} is no causal language model "
+            f"({_one_line(e)})"
+        ) from None
+
+
 def _shell(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The model without weights, after checking that its two ends are bare."""
     file = folder / "config.json"
@@ -490,13 +538,7 @@ def _shell(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> P
             f"{file}: {key} is {value}: the model scales or caps its embeddings or logits, which "
             "drafters here cannot follow yet; choose another target"
         )
-    try:
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, AttributeError) as e:
-        raise UserError(
-            f"{file}: {config.model_type} is no causal language model ({_one_line(e)})"
-        ) from None
+    shell = _without_weights(config, folder, trust_remote_code)
     embedding, head = shell.get_input_embeddings(), shell.get_output_embeddings()
     if type(embedding) is not nn.Embedding:
         raise UserError(

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from dflash import config, data, loss, target
+from dflash import attention, config, data, loss, target
 from dflash.drafter import (
     DTYPES,
     Drafter,
@@ -115,11 +115,25 @@ def make_optimizer(drafter: nn.Module, training: config.Training) -> torch.optim
     return torch.optim.AdamW(groups, lr=training.lr, betas=tuple(training.betas), fused=True)
 
 
-class Head:
-    """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens."""
+def weights_of_slots(settings: config.Drafter) -> torch.Tensor:
+    """Weight of each slot before any D-PACE factor, whose sums are the weight mass; float32 [B]."""
+    decays = settings.training.loss.weights == "decay"
+    return loss.slot_weights(settings.block_size, config.gamma(settings) if decays else math.inf)
 
-    def __init__(self, embed_VH: torch.Tensor, head_VH: torch.Tensor, dtype: torch.dtype):
+
+class Head:
+    """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens,
+    and its final norm where its own distribution is asked for."""
+
+    def __init__(
+        self,
+        embed_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        dtype: torch.dtype,
+        norm: nn.Module | None = None,
+    ):
         self.embed_VH, self.head_VH = embed_VH, head_VH.to(dtype)
+        self.norm = norm.to(head_VH.device, dtype) if norm is not None else None
         self.row_of: torch.Tensor | None = None
 
     def reduce(self, tokens: np.ndarray) -> None:
@@ -142,12 +156,17 @@ class Head:
 
 
 def pack_loss(
-    drafter: Drafter, pack: data.Pack, head: Head, machine: config.TrainMachine, dtype: torch.dtype
+    drafter: Drafter,
+    pack: data.Pack,
+    head: Head,
+    training: config.Training,
+    machine: config.TrainMachine,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the cross-entropies of a pack, and which slots the drafter got right.
+    """Weighted sum of the slot losses of a pack, and which slots the drafter got right.
 
     Returns (sum [], correct bool [N, B], false where nothing is supervised).
     """
+    dtype, kind = DTYPES[training.dtype], training.loss
     c = drafter.config
     device = next(drafter.parameters()).device
     block = block_input(
@@ -159,20 +178,42 @@ def pack_loss(
             taps if dtype == torch.bfloat16 else taps.float(),
             block,
             pack.layout,
-            checkpointing=machine.checkpointing,
+            machine.attention,
+            machine.checkpointing,
+            machine.reentrant,
         )
-    weights = pack.weights_NB.to(device)
-    rows = weights > 0
-    total, _, right = loss.head_cross_entropy(
-        hidden[rows],
+    teacher = None
+    if kind.labels != "data":
+        teacher = loss.Teacher(pack.last_SH.to(device), pack.target_rows_NB.to(device), head.norm)
+    return loss.block_loss(
+        hidden,
         head.head_VH,
-        pack.labels_NB.to(device)[rows],
-        weights[rows],
+        pack.labels_NB.to(device),
+        pack.weights_NB.to(device),
         machine.loss_rows,
+        teacher,
+        soft=kind.labels == "soft",
+        dpace_alpha=kind.dpace_alpha if kind.weights == "dpace" else None,
     )
-    correct = torch.zeros_like(rows)
-    correct[rows] = right
-    return total, correct
+
+
+def group_rows(drafter: Drafter, documents: list, machine: config.TrainMachine) -> int:
+    """Slots in one attention group: as set, or as many as the memory target of the device allows."""
+    if machine.group_rows is not None:
+        return machine.group_rows
+    c = drafter.config
+    p = next(drafter.parameters())
+    limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(p.device.type)
+    longest = max(len(d.input_ids) for d, _ in documents)
+    return attention.group_rows_within(
+        limit,
+        min(longest, c.sliding_window or longest),
+        c.block_size,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+        c.head_dim,
+        p.element_size(),
+    )
 
 
 def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:
@@ -285,11 +326,19 @@ def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
 # --- the stage --------------------------------------------------------------------------------
 
 
-def open_features(manifests: list[str], identity: target.Identity, ids: list[int]):
-    """Open the shards behind some manifests, refuse those of another target, find our taps."""
+def open_features(
+    manifests: list[str], identity: target.Identity, ids: list[int], last_hidden: bool = False
+):
+    """Open the shards behind some manifests, refuse those of another target, find our taps.
+
+    With `last_hidden`, shards without the target's last hidden state are refused too.
+    """
     expect = store_identity(identity)
     shards = [open_shard(Path(m).with_suffix(".zarr"), expect, Path(m)) for m in manifests]
     positions = [shard.tap_positions(ids) for shard in shards]
+    if last_hidden:
+        for shard in shards:
+            shard.require_last_hidden()
     if any(p != positions[0] for p in positions):
         raise UserError("the feature shards hold different taps; run extract again")
     return shards, positions[0]
@@ -313,20 +362,26 @@ def train(
     positions: list[int],
     run: Path,
     device: torch.device,
+    trust_remote_code: bool = False,
 ) -> tuple[Drafter, dict[str, Any]]:
     """Train to the end, from the last checkpoint in `run` if there is one.
 
+    `trust_remote_code` is for the target's final norm, where its own distribution is asked for.
     Returns the drafter and what is known about its training.
     """
     training, dtype = settings.training, DTYPES[settings.training.dtype]
-    stream = data.Stream(shards, positions, training.seed, training.anchors_per_document)
+    asks_target = config.needs_last_hidden(settings)
+    stream = data.Stream(
+        shards, positions, training.seed, training.anchors_per_document, asks_target
+    )
     unusable = stream.drop_unusable()
     steps = total_steps(len(stream), training)
     embed, head_weight = target.load_embedding_and_head(identity)
-    head = Head(embed.to(device), head_weight.to(device), dtype)
+    norm = target.load_final_norm(identity, trust_remote_code) if asks_target else None
+    head = Head(embed.to(device), head_weight.to(device), dtype, norm)
     if training.loss.head_tokens:
         head.reduce(data.frequent_tokens(shards, training.loss.head_tokens, identity.vocab_size))
-    slot_weights = loss.slot_weights(settings.block_size, config.gamma(settings))
+    slot_weights = weights_of_slots(settings)
 
     drafter = new_drafter(settings, identity).to(device).train()
     optimizer = make_optimizer(drafter, training)
@@ -410,15 +465,21 @@ def one_step(
 ) -> dict[str, float]:
     """One optimiser step over some documents, in micro-batches. Returns sums for the log.
 
-    The loss is divided by the weight mass of the whole step, so that micro-batches of any size give
-    the same gradient up to rounding.
+    The loss is divided by the weight mass of the whole step (see `dflash.loss`), which is known
+    before the first forward pass, so that micro-batches of any size give the same gradient up to
+    rounding.
     """
     training = settings.training
     packs, lost = [], 0
     for i in range(0, len(documents), machine.micro_batch):
         part = documents[i : i + machine.micro_batch]
         packed = data.pack(
-            [d for d, _ in part], [a for _, a in part], slot_weights, machine.group_rows
+            [d for d, _ in part],
+            [a for _, a in part],
+            slot_weights,
+            group_rows(drafter, part, machine),
+            machine.pad_context,
+            machine.pad_blocks,
         )
         lost += head.relabel(packed)
         packs.append(packed)
@@ -429,11 +490,11 @@ def one_step(
     loss_sum, accepted, blocks = 0.0, 0, 0
     while packs:  # each let go of after its backward, with its masks
         packed = packs.pop(0)
-        total, correct = pack_loss(drafter, packed, head, machine, DTYPES[training.dtype])
+        total, correct = pack_loss(drafter, packed, head, training, machine)
         (total / mass).backward()
         loss_sum += float(total.detach())
-        accepted += int(accepted_by_position(correct).sum())
-        blocks += packed.layout.num_blocks
+        accepted += int(accepted_by_position(correct[: packed.real_blocks]).sum())
+        blocks += packed.real_blocks
     learned = blocks > 0
     norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if learned else 0.0
     if not math.isfinite(loss_sum) or not math.isfinite(norm):
@@ -497,7 +558,7 @@ def main(argv: list[str] | None) -> None:
     raw = read_settings(args.settings)
     settings = config.check(
         config.Drafter,
-        {k: v for k, v in raw.items() if k not in ("stage", "version")},
+        {k: v for k, v in raw.items() if k not in ("stage", "version", "trust_remote_code")},
         f"drafters.{args.name}",
     )
     machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
@@ -506,7 +567,8 @@ def main(argv: list[str] | None) -> None:
     facts = {name: getattr(identity, name) for name in config.TargetFacts.model_fields}
     config.check_against_target(settings, config.TargetFacts(**facts), f"drafters.{args.name}")
     taps = config.tap_ids(settings, identity.num_hidden_layers)
-    shards, positions = open_features(sorted(args.features), identity, taps)
+    asks_target = config.needs_last_hidden(settings)
+    shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
 
     print_of = fingerprint(raw, identity, shards)
     run = args.run / text_sha256(config.canonical(print_of))[:12]
@@ -515,7 +577,8 @@ def main(argv: list[str] | None) -> None:
     write_json(run / "fingerprint.json", print_of)
     device = target.default_device()
     try:
-        drafter, facts = train(settings, machine, identity, shards, positions, run, device)
+        trust = bool(raw.get("trust_remote_code", False))
+        drafter, facts = train(settings, machine, identity, shards, positions, run, device, trust)
     except Interrupted:
         print(f"interrupted; saved in {run}: run the same command again to go on")
         raise SystemExit(STATUS_INTERRUPTED) from None

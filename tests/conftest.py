@@ -30,6 +30,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from dflash.errors import entrypoint
@@ -112,6 +114,23 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
     return save_tiny(model, tmp_path_factory.mktemp("models") / "tiny_qwen3", end_factor=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Qwen3-Next without its special layers, whose norms multiply by 1 + weight (as
+    Gemma's do), with weights that differ. Do not change it: copy it."""
+    torch.manual_seed(2)
+    config = Qwen3NextConfig(
+        **SHAPE,
+        tie_word_embeddings=False,
+        layer_types=["full_attention"] * SHAPE["num_hidden_layers"],
+        mlp_only_layers=list(range(SHAPE["num_hidden_layers"])),
+    )
+    model = Qwen3NextForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.normal_(0, 0.3)
+    return save_tiny(model, tmp_path_factory.mktemp("models") / "tiny_qwen3_next", end_factor=2)
 
 
 @pytest.fixture(params=["tiny_llama", "tiny_qwen3"])

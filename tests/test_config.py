@@ -188,6 +188,40 @@ def test_stage_settings_hold_exactly_what_decides():
     taps = {"mask_token_id": 5, "taps": [1, 2]}
     assert differing({"drafters": {"d": taps}}) == ["extract", "train"]
 
+    def loss(**changes):
+        return differing({"drafters": {"d": {"mask_token_id": 5, "training": {"loss": changes}}}})
+
+    assert loss(labels="soft") == loss(labels="argmax") == ["extract", "train"]
+    assert loss(weights="dpace") == loss(gamma=3.0) == ["train"]
+    assert loss(dpace_alpha=0.4) == loss(labels="data", weights="decay") == []
+
+
+def test_what_came_later_leaves_older_results_alone():
+    """Settings that ask for nothing new give the very JSON they gave before (dflash 0.1)."""
+    train = json.loads(config.stage_settings(load({}), "train", "d"))
+    assert train["training"]["loss"] == {"gamma": None, "head_tokens": None}
+    extract = json.loads(config.stage_settings(load({}), "extract"))
+    assert "last_hidden" not in extract and extract["version"] == 1
+
+    soft = {"mask_token_id": 5, "training": {"loss": {"labels": "soft", "weights": "dpace"}}}
+    both = load({"drafters": {"d": {"mask_token_id": 5}, "e": soft}})
+    assert config.stage_settings(both, "train", "d") == config.canonical(train)
+    assert json.loads(config.stage_settings(both, "extract"))["last_hidden"] is True
+    own = json.loads(config.stage_settings(both, "train", "e"))
+    assert own["training"]["loss"] == {
+        "labels": "soft", "weights": "dpace", "dpace_alpha": 0.5, "head_tokens": None,
+    }  # fmt: skip
+    assert "trust_remote_code" not in own
+    trusting = load({"target": {"trust_remote_code": True}, "drafters": {"d": soft}})
+    assert json.loads(config.stage_settings(trusting, "train", "d"))["trust_remote_code"] is True
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.5])
+def test_smoothing_outside_its_range(alpha):
+    loss = {"weights": "dpace", "dpace_alpha": alpha}
+    with pytest.raises(UserError, match=rf"loss.dpace_alpha`: found {alpha}"):
+        load({"drafters": {"d": {"mask_token_id": 5, "training": {"loss": loss}}}})
+
 
 def test_canonical_json_ignores_key_order():
     assert config.canonical({"b": 1, "a": [1, 2]}) == config.canonical({"a": [1, 2], "b": 1})

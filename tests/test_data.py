@@ -17,6 +17,7 @@ class Doc:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     hidden: np.ndarray
+    last_hidden: np.ndarray | None = None
 
 
 def document(name: str, mask: str, seed=0) -> Doc:
@@ -36,7 +37,8 @@ class Shard:
         self.documents = documents
         self.sample_ids = [d.sample_id for d in documents]
 
-    def read(self, i, taps=None):
+    def read(self, i, taps=None, last_hidden=False):
+        self.asked = last_hidden
         return self.documents[i]
 
     def loss_mask(self, i):
@@ -67,6 +69,33 @@ def test_labels_are_the_tokens_at_the_slots_own_positions():
     assert pack.layout.context_positions_S.tolist() == [*range(7), *range(8)]
     want = np.concatenate([d.hidden.reshape(len(d.hidden), -1) for d in docs])
     assert (pack.taps_SD.view(torch.uint16).numpy() == want).all()
+
+
+def test_each_slot_knows_the_state_that_decided_its_token():
+    docs = [document("a", "0001111"), document("b", "00110111", seed=1)]
+    chosen = [np.array([3, 5]), np.array([2, 6])]
+    assert data.pack(docs, chosen, slot_weights(4, 2.0)).last_SH is None
+    for doc in docs:
+        positions = np.arange(len(doc.input_ids), dtype=np.uint16)
+        doc.last_hidden = np.stack([doc.input_ids.astype(np.uint16), positions], 1)
+    pack = data.pack(docs, chosen, slot_weights(4, 2.0))
+    last = pack.last_SH.view(torch.uint16).numpy()
+    n = 0
+    for doc, own in zip(docs, chosen, strict=True):
+        for a in own:
+            for k in range(4):
+                if pack.labels_NB[n, k] >= 0:
+                    token, position = last[pack.target_rows_NB[n, k]].tolist()
+                    assert position == a + k - 1 and token == doc.input_ids[position]
+            n += 1
+
+
+def test_the_last_hidden_state_is_read_only_if_asked_for():
+    docs = [document("a", "001111")]
+    for asked in (False, True):
+        shard = Shard(docs)
+        data.Stream([shard], [0, 1], 0, 2, asked).at(0)
+        assert shard.asked is asked
 
 
 def make_stream(**changes):

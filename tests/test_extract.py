@@ -21,6 +21,7 @@ from dflash.errors import UserError
 from dflash.features import open_shard
 from dflash.regenerate import TokenRow, write_tokens
 from dflash.taps import Taps
+from dflash.target import load_embedding_and_head, load_final_norm, load_model
 
 LENGTHS = [33, 5, 70, 33, 2, 48, 17, 64]
 TAPS = [0, 2, 3]
@@ -323,6 +324,55 @@ def test_nonfinite_features_stop_the_shard(run, tmp_path, monkeypatch, value):
     assert list((tmp_path / "features" / "quick").iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen3", "tiny_qwen3_next"])
+def test_the_targets_logits_follow_from_the_last_hidden_state(
+    run, request, identity_of, name, dtype
+):
+    """Stored before the final norm; through the target's own norm and head it gives its logits."""
+    folder = request.getfixturevalue(name)
+    rows = {row.sample_id: row for row in some_rows()}
+    shard = open_shard(run(list(rows.values()), folder, dtype=dtype, last_hidden=True))
+    plain = run(list(rows.values()), folder, dtype=dtype, out=shard.path.with_name("b.zarr"))
+    assert shard.attributes["last_hidden"].endswith("before the final norm")
+    assert open_shard(plain).attributes["last_hidden"] is None
+    identity, compute = identity_of(folder), getattr(torch, dtype)
+    norm, head = load_final_norm(identity).to(compute), load_embedding_and_head(identity)[1]
+    model = load_model(identity, dtype)
+    for i in range(len(shard)):
+        document = shard.read(i, last_hidden=True)
+        assert np.array_equal(document.hidden, open_shard(plain).read(i).hidden)
+        ids = torch.from_numpy(document.input_ids).long()[None]
+        with torch.inference_mode():
+            want = model(ids).logits[0].float()
+        last = torch.from_numpy(document.last_hidden).view(torch.bfloat16)
+        got = (norm(last.to(compute)) @ head.to(compute).T).float()
+        # what is left is the rounding to bf16, of the state alone or of the whole forward
+        assert (got - want).norm() < 0.01 * want.norm(), document.sample_id
+        assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.95
+        after = (last.to(compute) @ head.to(compute).T).float()  # had it been stored after the norm
+        assert (after - want).norm() > 0.1 * want.norm()
+
+
+def test_a_model_that_does_more_than_its_final_norm(run, tmp_path, monkeypatch):
+    load = extract.load_model
+
+    def changed(*args):
+        model = load(*args)
+        model.model.register_forward_hook(doubled)
+        return model
+
+    def doubled(module, inputs, out):
+        out.last_hidden_state = out.last_hidden_state * 2
+        return out
+
+    monkeypatch.setattr(extract, "load_model", changed)
+    with pytest.raises(UserError, match="does more than its final norm .*labels: data`"):
+        run(some_rows(), last_hidden=True)
+    assert list((tmp_path / "features" / "quick").iterdir()) == []
+    run(some_rows())
+
+
 def test_padding_never_shows(folder):
     rows = some_rows()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -370,5 +420,11 @@ def test_settings_are_those_of_the_workflow():
     raw = json.loads(config.stage_settings(workflow, "extract"))
     settings = config.check(extract.StageSettings, raw, "--settings")
     assert settings.taps and settings.max_tokens == workflow.extract.max_tokens
+    assert not settings.last_hidden
+    soft = config.Training(loss=config.Loss(labels="soft"))
+    drafter = workflow.drafters["demo"].model_copy(update={"training": soft})
+    asking = workflow.model_copy(update={"drafters": {"demo": drafter}})
+    raw = json.loads(config.stage_settings(asking, "extract"))
+    assert config.check(extract.StageSettings, raw, "--settings").last_hidden
     machine = json.loads(config.machine_settings(workflow, "extract"))
     assert config.check(config.ExtractMachine, machine, "--machine").batch_tokens > 0

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,15 @@ IDENTITY = {
 FINITE = np.array([b for b in range(1 << 16) if b & 0x7F80 != 0x7F80], np.uint16)
 
 
+WITH_LAST = IDENTITY | {"last_hidden": features.LAST_HIDDEN}
+
+
+def with_last(documents: list[Document]) -> list[Document]:
+    """The same documents with last hidden states."""
+    rng = np.random.default_rng(7)
+    return [replace(d, last_hidden=rng.choice(FINITE, (len(d.input_ids), H))) for d in documents]
+
+
 def some_documents(lengths: list[int], seed: int = 0) -> list[Document]:
     rng = np.random.default_rng(seed)
     return [
@@ -54,9 +64,9 @@ def some_documents(lengths: list[int], seed: int = 0) -> list[Document]:
     ]
 
 
-def write(path: Path, documents: list[Document], **options) -> None:
+def write(path: Path, documents: list[Document], identity=IDENTITY, **options) -> None:
     tokens = sum(len(d.input_ids) for d in documents)
-    with write_shard(path, IDENTITY, len(documents), tokens, **(SMALL | options)) as writer:
+    with write_shard(path, identity, len(documents), tokens, **(SMALL | options)) as writer:
         for document in documents:
             writer.add(document)
 
@@ -200,6 +210,85 @@ def test_layout_of_few_tokens():
     assert layout(10, 32) == (10, 10)
     assert layout(129 * 256, 5760) == (256, 65 * 256)  # two files of 65, not 128 and 1
     assert layout(7, 10**9) == (1, 7)
+
+
+# --- the last hidden state -----------------------------------------------------------------------
+
+
+def test_the_last_hidden_state_comes_along_if_asked_for(tmp_path, path, documents):
+    given = with_last(documents)
+    write(tmp_path / "last.zarr", given, WITH_LAST)
+    shard, plain = open_shard(tmp_path / "last.zarr", WITH_LAST), open_shard(path)
+    for i, d in enumerate(given):
+        got = shard.read(i, [1], last_hidden=True)
+        assert got.last_hidden.dtype == np.uint16 and np.array_equal(got.last_hidden, d.last_hidden)
+        assert np.array_equal(got.hidden, d.hidden[:, [1]])
+        assert shard.read(i).last_hidden is None and equal(shard.read(i), documents[i])
+    assert len(list((shard.path / "last_hidden" / "c").glob("*/0"))) == 6  # as many as of hidden
+    assert verify(shard.path)["identity"]["last_hidden"] == features.LAST_HIDDEN
+    assert shard.content_sha256 != plain.content_sha256 and shard.size > plain.size
+    assert not (path / "last_hidden").exists()  # nothing is stored that nobody needs
+
+
+def test_a_shard_without_the_last_hidden_state_is_refused(path):
+    expected = (
+        r"^[^\n]*00000-of-00001.zarr: holds no last hidden state, but `training.loss.labels` other than "
+        r"`data` needs .* before its final norm; run extract again with this drafter in the settings$"
+    )
+    shard = open_shard(path)
+    for ask in (shard.require_last_hidden, lambda: shard.read(0, last_hidden=True)):
+        with pytest.raises(UserError, match=expected):
+            ask()
+
+
+def test_a_state_on_the_other_side_of_the_norm_is_refused(tmp_path, documents):
+    after = IDENTITY | {"last_hidden": "output of the last decoder layer, after the final norm"}
+    write(tmp_path / "a.zarr", with_last(documents), after)
+    with pytest.raises(UserError, match="holds 'output of .* after the final norm', but"):
+        open_shard(tmp_path / "a.zarr").require_last_hidden()
+
+
+def test_damage_to_the_last_hidden_state_is_noticed(tmp_path, documents):
+    path = tmp_path / "a.zarr"
+    write(path, with_last(documents), WITH_LAST)
+    shard, file = open_shard(path), path / "last_hidden" / "c" / "5" / "0"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"document 7.*: last_hidden: a checksum is wrong"):
+        shard.read(7, last_hidden=True)
+    assert equal(shard.read(7), documents[7])
+    with pytest.raises(UserError, match="last_hidden: a checksum is wrong"):
+        verify(path)
+    file.unlink()
+    with pytest.raises(UserError, match="a chunk of last_hidden is missing"):
+        shard.read(7, last_hidden=True)
+    with pytest.raises(UserError, match="missing"):
+        open_shard(path)
+    write(path, with_last(documents), WITH_LAST)
+    other = tmp_path / "b.zarr" / "last_hidden/c/1/0"  # whole in itself, but of another shard
+    changed = [replace(d, last_hidden=d.last_hidden ^ 1) for d in with_last(documents)]
+    write(tmp_path / "b.zarr", changed, WITH_LAST)
+    shutil.copy(other, path / "last_hidden/c/1/0")
+    with pytest.raises(UserError, match="content_sha256"):
+        verify(path)
+
+
+def test_last_hidden_states_of_the_wrong_form(tmp_path, documents):
+    good = with_last(documents)
+    last = good[3].last_hidden.copy()
+    last[50, 6] = 0xFF80
+    bad = replace(good[3], last_hidden=last)
+    words = f"sample {bad.sample_id}: the target's last layer gave infinity at token 50, channel 6"
+    with pytest.raises(UserError, match=words):
+        write(tmp_path / "a.zarr", [*good[:3], bad], WITH_LAST)
+    with pytest.raises(ValueError, match="last_hidden is absent, expected uint16"):
+        write(tmp_path / "a.zarr", documents, WITH_LAST)
+    with pytest.raises(ValueError, match="last_hidden is uint16 .*expected"):
+        write(tmp_path / "a.zarr", [replace(good[0], last_hidden=last)], WITH_LAST)
+    with pytest.raises(ValueError, match="last_hidden is given, but not announced"):
+        write(tmp_path / "a.zarr", good)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- wrong documents ----------------------------------------------------------------------------

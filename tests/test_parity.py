@@ -4,6 +4,7 @@ Both got the same weights, features, anchors and labels; see tests/golden/README
 ancestry, so this is necessary, not sufficient: tests/test_attention.py holds the definition.
 """
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,14 @@ from safetensors.torch import load_file
 
 from dflash.attention import Layout
 from dflash.drafter import Drafter, DrafterConfig, block_input
-from dflash.loss import head_cross_entropy, slot_weights
+from dflash.loss import block_loss, slot_losses, slot_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 SHAPES = ("A", "B")
 
 
-def run(shape: str, backend="chunked", checkpointing="none"):
-    """Slot hidden states, per-slot cross-entropy and gradients, the loss normalised as SpecForge's."""
+def run(shape: str, backend="chunked", checkpointing="none", dpace_alpha=None):
+    """Slot hidden states, per-slot cross-entropy, loss over weight mass, gradients and that mass."""
     weights = load_file(GOLDEN / f"shape{shape}.weights.safetensors")
     x = load_file(GOLDEN / f"shape{shape}.inputs.safetensors")
     size = {k: v.shape for k, v in weights.items()}
@@ -51,12 +52,14 @@ def run(shape: str, backend="chunked", checkpointing="none"):
     tokens = x["input_ids"][0][anchors].long()
     block = block_input(weights["embed"], tokens, block_size, config.mask_token_id)
     hidden = drafter(x["features"][0], block, layout, backend, checkpointing)
-    labels, w = x["labels"].long(), slot_weights(block_size, 4.0).expand(len(anchors), -1)
-    rows = w > 0
-    total, ce, _ = head_cross_entropy(hidden[rows], weights["lm_head"], labels[rows], w[rows], 64)
+    gamma = 4.0 if dpace_alpha is None else math.inf
+    labels, w = x["labels"].long(), slot_weights(block_size, gamma).expand(len(anchors), -1)
+    head = weights["lm_head"]
+    total, _ = block_loss(hidden, head, labels, w, 64, dpace_alpha=dpace_alpha)
     (total / w.sum()).backward()
     grads = {n: p.grad for n, p in drafter.named_parameters()}
-    return hidden, ce.reshape(len(anchors), -1), total / w.sum(), grads
+    ce = slot_losses(hidden[w > 0].detach(), head, labels[w > 0]).loss_R
+    return hidden, ce.reshape(len(anchors), -1), total / w.sum(), grads, float(w.sum())
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "layer"])
@@ -65,7 +68,7 @@ def run(shape: str, backend="chunked", checkpointing="none"):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_with_the_peer(shape, peer, backend, checkpointing):
     theirs = load_file(GOLDEN / f"shape{shape}.{peer}.decay.safetensors")
-    hidden, ce, loss, grads = run(shape, backend, checkpointing)
+    hidden, ce, loss, grads, _ = run(shape, backend, checkpointing)
     scale = 1.0
     if peer == "speculators":  # divides by the count of slots, SpecForge and we by the weight mass
         w = slot_weights(ce.shape[1] + 1, 4.0)
@@ -76,6 +79,19 @@ def test_agrees_with_the_peer(shape, peer, backend, checkpointing):
     for name, grad in grads.items():
         want = theirs[f"grad.{name}"] * scale
         assert (grad - want).norm() <= 1e-3 * want.norm(), name
+
+
+@pytest.mark.parametrize("peer", ["specforge", "speculators"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dpace_agrees_with_the_peer(shape, peer):
+    """Our mass is the count of slots, as speculators'; SpecForge divides by one document."""
+    theirs = load_file(GOLDEN / f"shape{shape}.{peer}.dpace.safetensors")
+    _, _, loss, grads, mass = run(shape, dpace_alpha=0.5)
+    scale = 1 / mass if peer == "specforge" else (mass + 1e-5) / mass
+    assert abs(float(loss.detach()) / (float(theirs["loss"]) * scale) - 1) <= 1e-5
+    for name, grad in grads.items():
+        want = theirs[f"grad.{name}"] * scale
+        assert (grad - want).norm() <= 1e-4 * want.norm(), name
 
 
 def test_a_changed_weight_is_seen():

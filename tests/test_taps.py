@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from dflash.errors import UserError
-from dflash.taps import Taps, decoder, run_decoder
+from dflash.taps import Taps, decoder, final_norm, run_decoder
 
 LAYERS = 4
 
@@ -117,6 +117,14 @@ def test_no_head_and_no_other_layers(model):
 def test_layers_outside_the_target(model, ids):
     with pytest.raises(UserError, match=r"expected layer ids from 0 to 3.*change the drafter's"):
         Taps(model, ids)
+
+
+def test_a_model_without_a_norm_of_a_known_name(model):
+    assert final_norm(model) is model.model.norm
+    model.model.closing = model.model.norm
+    del model.model.norm
+    with pytest.raises(UserError, match=r"ForCausalLM has 0 of the modules norm, .*labels: data`"):
+        final_norm(model)
 
 
 def test_unknown_structure():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
+    GemmaForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     PhiConfig,
@@ -193,6 +194,56 @@ def test_a_loaded_model_is_frozen_and_in_the_asked_precision(tiny, identity_of):
     assert not model.training and model.dtype == torch.bfloat16
     assert not any(p.requires_grad for p in model.parameters())
     assert model.config._attn_implementation == "sdpa"
+
+
+# --- the final norm -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen3", "tiny_qwen3_next"])
+def test_the_final_norm_is_the_models(name, dtype, request, identity_of):
+    identity = identity_of(request.getfixturevalue(name))
+    model = target.load_model(identity, dtype)
+    norm = target.load_final_norm(identity).to(getattr(torch, dtype))
+    x = 30 * torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    assert type(norm) is type(model.model.norm) and torch.equal(norm(x), model.model.norm(x))
+    assert not any(p.requires_grad for p in norm.parameters()) and not norm.training
+
+
+def test_the_final_norm_of_gemma(tmp_path, tiny_llama, identity_of):
+    """No target yet, since it scales its embeddings; its norm is read as it is all the same."""
+    torch.manual_seed(3)
+    model = GemmaForCausalLM(GemmaConfig(**SHAPE))
+    with torch.no_grad():
+        model.model.norm.weight.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    identity = dataclasses.replace(identity_of(tiny_llama), folder=str(tmp_path))
+    x = torch.randn(9, 64)
+    got = target.load_final_norm(identity)(x)
+    assert torch.equal(got, model.model.norm(x))
+    plain = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(got, plain * (1 + model.model.norm.weight))
+
+
+def test_the_final_norm_in_files_of_the_bare_decoder(tiny_llama, copy_of, identity_of):
+    folder = copy_of(tiny_llama)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.arange(64.0)
+    short = {k.removeprefix("model."): v for k, v in weights.items()}
+    save_file(short, folder / "model.safetensors", {"format": "pt"})
+    norm = target.load_final_norm(identity_of(folder))
+    assert torch.equal(norm.weight, weights["model.norm.weight"])
+
+
+def test_a_final_norm_that_is_not_in_the_files(tiny_llama, copy_of, identity_of):
+    folder = copy_of(tiny_llama)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UserError, match="hold no model.norm.weight of the shape .*; give a complete"
+    ):
+        target.load_final_norm(identity_of(folder))
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -15,11 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from dflash import config, train
-from dflash.data import Stream
+from dflash import config, extract, train
+from dflash.data import Stream, frequent_tokens, pack
 from dflash.errors import UserError
 from dflash.loss import slot_weights
-from dflash.target import load_embedding_and_head, load_tensors, read_identity
+from dflash.target import (
+    load_embedding_and_head,
+    load_final_norm,
+    load_tensors,
+    read_identity,
+)
 
 SETTINGS = {
     "block_size": 4,
@@ -64,20 +70,31 @@ def state(drafter) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in drafter.state_dict().items()}
 
 
-def one_gradient(features, micro_batch: int, checkpointing: str, **training):
+def one_gradient(features, micro_batch: int, checkpointing: str, tokens=None, **training):
     """Gradients of the first step."""
     identity, _, shards, positions = features
     settings = drafter_settings(clip=1e9, **training)
+    asks_target = config.needs_last_hidden(settings)
     drafter = train.new_drafter(settings, identity).train()
-    stream = Stream(shards, positions, 0, 8)
+    stream = Stream(shards, positions, 0, 8, asks_target)
     documents = [stream.at(i) for i in range(5)]
-    embed, head = load_embedding_and_head(identity)
+    norm = load_final_norm(identity) if asks_target else None
+    head = train.Head(*load_embedding_and_head(identity), torch.float32, norm)
+    if tokens is not None:
+        head.reduce(tokens)
     optimizer = torch.optim.SGD(drafter.parameters(), lr=0.0)
-    machine = config.TrainMachine(micro_batch=micro_batch, checkpointing=checkpointing)
+    machine = config.TrainMachine(micro_batch=micro_batch, checkpointing=checkpointing, loss_rows=7)
     row = train.one_step(
-        drafter, optimizer, documents, train.Head(embed, head, torch.float32),
-        slot_weights(4, 2.0), 0, 10, settings, machine,
-    )  # fmt: skip
+        drafter,
+        optimizer,
+        documents,
+        head,
+        train.weights_of_slots(settings),
+        0,
+        10,
+        settings,
+        machine,
+    )
     return row, {n: p.grad for n, p in drafter.named_parameters()}
 
 
@@ -89,6 +106,101 @@ def test_any_split_of_a_step_gives_the_same_gradient(features):
         assert math.isclose(other["loss"], row["loss"], rel_tol=1e-5)
         for name, grad in whole.items():
             torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def with_last(finished, tmp_path_factory):
+    """As `features`, with the target's last hidden state."""
+    results, folder = finished[0] / "results", tmp_path_factory.mktemp("last")
+    settings = {"stage": "extract", "version": 1, "taps": [0, 1, 2], "dtype": "float32"}
+    settings |= {"max_tokens": 3072, "last_hidden": True}
+    for tokens in sorted((results / "tokens/toy").glob("*.parquet")):
+        argv = ["--settings", json.dumps(settings), "--tokens", str(tokens), "--threads", "1"]
+        argv += ["--identity", str(results / "target/identity.json")]
+        extract.main([*argv, "--out", str(folder / f"{tokens.stem}.zarr")])
+    identity = read_identity(results / "target/identity.json")
+    manifests = sorted(map(str, folder.glob("*.json")))
+    return identity, manifests, *train.open_features(manifests, identity, [0, 1, 2], True)
+
+
+KINDS = list(itertools.product(("data", "argmax", "soft"), ("decay", "dpace"), (False, True)))
+
+
+@pytest.mark.parametrize(("labels", "weights", "reduced"), KINDS)
+def test_any_split_gives_the_same_gradient_for_every_loss(with_last, labels, weights, reduced):
+    loss = {"labels": labels, "weights": weights}
+    tokens = frequent_tokens(with_last[2], 40, 320) if reduced else None
+    row, whole = one_gradient(with_last, 8, "none", tokens, loss=loss)
+    assert row["loss"] > 0 and (row["outside_head"] > 0) is reduced
+    if weights == "dpace":
+        assert row["mass"] == round(row["mass"]) > row["blocks"]  # the count of supervised slots
+    for micro_batch in (1, 2):
+        other, split = one_gradient(with_last, micro_batch, "layer", tokens, loss=loss)
+        assert other["mass"] == pytest.approx(row["mass"], rel=1e-12)
+        assert math.isclose(other["loss"], row["loss"], rel_tol=1e-5)
+        for name, grad in whole.items():
+            torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_targets_own_argmax_is_what_it_answered(with_last):
+    """Its answers are greedy, so a shift by one position, or another norm, would show at once."""
+    identity, _, shards, positions = with_last
+    head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
+    stream = Stream(shards, positions, 0, 8, True)
+    same = {-1: [], 0: [], 1: []}
+    for i in range(len(stream)):
+        document, chosen = stream.at(i)
+        packed = pack([document], [chosen], slot_weights(4, 2.0))
+        on = packed.labels_NB >= 0
+        for shift, found in same.items():
+            rows = (packed.target_rows_NB[on] + shift).clamp_max(len(packed.last_SH) - 1)
+            logits = head.norm(packed.last_SH[rows].float()) @ head.head_VH.T
+            found.append(logits.argmax(-1) == packed.labels_NB[on])
+    share = {shift: float(torch.cat(found).float().mean()) for shift, found in same.items()}
+    assert share[0] > 0.97 and max(share[-1], share[1]) < 0.5, share
+
+
+def test_labels_of_the_target_equal_greedy_data(with_last):
+    """On greedy answers both labels are the same tokens, but for near ties turned by rounding."""
+    row, grads = one_gradient(with_last, 8, "none")
+    other, own = one_gradient(with_last, 8, "none", loss={"labels": "argmax"})
+    assert row["mass"] == other["mass"]
+    assert math.isclose(other["loss"], row["loss"], rel_tol=0.05)
+    for name, grad in grads.items():
+        assert (own[name] - grad).norm() < 0.3 * grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("loss", [{"labels": "soft"}, {"labels": "soft", "weights": "dpace"}])
+def test_training_on_the_targets_distribution_learns(with_last, tmp_path, loss):
+    _, facts = run(with_last, tmp_path / "r", drafter_settings(epochs=30.0, loss=loss))
+    first, last = facts["history"][0], facts["history"][-1]
+    assert last["accepted_by_position"] > first["accepted_by_position"] + 0.3
+    if loss == {"labels": "soft"}:  # D-PACE's factors grow as the drafter improves
+        assert last["loss"] < 0.5 * first["loss"]
+
+
+def test_training_on_the_targets_distribution_in_bfloat16(with_last, tmp_path):
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        settings = drafter_settings(max_steps=3, dtype=dtype, loss={"labels": "soft"})
+        losses.append(run(with_last, tmp_path / dtype, settings)[1]["history"][-1]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+
+
+def test_soft_labels_through_the_stage(features, with_last, finished, tmp_path, refusal):
+    """As Snakemake runs it; and features without the last hidden state are refused in a sentence."""
+    drafter = drafter_settings(max_steps=3, loss={"labels": "soft", "weights": "dpace"})
+    workflow = config.demo_workflow().model_copy(update={"drafters": {"x": drafter}})
+    out = tmp_path / "out"
+    argv = ["--settings", config.stage_settings(workflow, "train", "x"), "--machine", '{"gpu": 0}']
+    argv += ["--identity", str(finished[0] / "results/target/identity.json"), "--name", "x"]
+    argv += ["--run", str(tmp_path / "runs"), "--out", str(out), "--threads", "1", "--features"]
+    said = refusal(train.main, *argv, *features[1])
+    assert "holds no last hidden state, but `training.loss.labels`" in said
+    assert "run extract again with this drafter in the settings" in said and not out.exists()
+    train.main([*argv, *with_last[1]])
+    facts = json.loads((out / "training.json").read_text())
+    assert facts["settings"]["training"]["loss"]["labels"] == "soft" and facts["steps"] == 3
 
 
 def test_bfloat16_stays_close_to_float32(features):
@@ -160,6 +272,12 @@ def test_sigterm_saves_and_asks_to_be_run_again(features, finished, tmp_path):
     assert len(list((tmp_path / "runs").glob("*/step-*"))) == 1 and not (tmp_path / "out").exists()
 
 
+def test_slots_weigh_alike_before_dpace():
+    assert train.weights_of_slots(drafter_settings()).tolist() == slot_weights(4, 2.0).tolist()
+    even = drafter_settings(loss={"weights": "dpace", "gamma": 2.0})
+    assert train.weights_of_slots(even).tolist() == [0, 1, 1, 1]
+
+
 def test_two_trainers_in_one_run_directory_are_refused(tmp_path):
     held = train.lock(tmp_path)
     with pytest.raises(UserError, match="another trainer"):
@@ -221,8 +339,6 @@ def test_reduced_head_gives_the_same_loss_as_the_same_columns(features):
     head.reduce(tokens)
     assert torch.equal(head.head_VH, head_weight[torch.from_numpy(tokens)].float())
     stream = Stream(*features[2:], 0, 8)
-    from dflash.data import pack
-
     document, chosen = stream.at(0)
     packed = pack([document], [chosen], slot_weights(4, 2.0))
     before = packed.labels_NB.clone()
