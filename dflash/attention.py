@@ -34,6 +34,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,7 @@ class Layout:
         self.group_blocks = max(1, (group_rows or GROUP_ROWS[0] * 2) // block_size)
         self._groups: dict[int | None, list[Group]] = {}
         self._parts: dict[tuple, list[list[Part]]] = {}
+        self.flex_masks: dict[tuple, Any] = {}
 
     @property
     def num_context(self) -> int:
@@ -465,13 +467,14 @@ def fused_kernel(q: torch.Tensor, bias: torch.Tensor | None) -> str:
     process, forward and backward; one that fails or is not there gives way to `math`.
     """
     d, masked = q.shape[-1], bias is not None
-    kind = _candidate(q.device.type, q.dtype, d, masked)
+    kind = candidate(q.device.type, q.dtype, d, masked)
     if kind == "math" or _trying.get():
         return kind
     return kind if kernel_fault(kind, q.device, q.dtype, d, masked) is None else "math"
 
 
-def _candidate(device_type: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+def candidate(device_type: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+    """The fused kernel that ought to serve a call, or `math` where there is none."""
     half = dtype in (torch.bfloat16, torch.float16)
     if device_type == "cpu" and (half or dtype in (torch.float32, torch.float64)):
         return "cpu flash"
@@ -609,6 +612,8 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
             f"attention backend flex cannot train on a {q.device.type} device (torch's flex_attention has "
             "no backward pass there); use machine.train.attention: chunked"
         )
+    if q.device.type != "cuda":  # torch refuses even tensors that merely could need a gradient
+        q, k_S, v_S, k_N, v_N = (t.detach() for t in (q, k_S, v_S, k_N, v_N))
     device, block, s = q.device, layout.block_size, layout.num_context
     anchor, start = layout.anchors.to(device), layout.start_N.to(device)
 
@@ -629,7 +634,11 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
     rows = q.flatten(0, 1)
     keys = torch.cat([k_S, k_N.flatten(0, 1)])
     values = torch.cat([v_S, v_N.flatten(0, 1)])
-    mask = create_block_mask(sees, None, None, len(rows), len(keys), device=str(device))
+    if (see, str(device)) not in layout.flex_masks:  # built once a batch, not once a layer
+        layout.flex_masks[see, str(device)] = create_block_mask(
+            sees, None, None, len(rows), len(keys), device=str(device)
+        )
+    mask = layout.flex_masks[see, str(device)]
     call = _compiled_flex() if device.type == "cuda" else flex_attention
     out = call(
         *(x.transpose(0, 1)[None] for x in (rows, keys, values)),

@@ -381,19 +381,25 @@ def block_input(
 
 
 def start_from_target(
-    drafter: Drafter, tensors: dict[str, torch.Tensor], target_layers: list[int], prefix: str
+    drafter: Drafter,
+    tensors: dict[str, torch.Tensor],
+    target_layers: list[int],
+    prefix: str,
+    norm_offset: int = 0,
 ) -> list[str]:
     """Copy what fits from the target: final norm, whole layers' tensors, and the last tap through fc.
 
     `tensors` are the target's by their names under `prefix` (`model.`); drafter layer i takes
-    those of `target_layers[i]`. A tensor whose shape differs stays random. Returns the names copied.
+    those of `target_layers[i]`. A tensor whose shape differs stays random. `norm_offset` is added to
+    gains, since a drafter's norm multiplies by its weight and some targets' by 1 + weight. Returns
+    the names copied.
     """
     own, copied = dict(drafter.named_parameters()), []
 
     def take(name: str, source: str) -> None:
         value = tensors.get(prefix + source)
         if value is not None and own[name].shape == value.shape:
-            own[name].data.copy_(value)
+            own[name].data.copy_(value + norm_offset if value.dim() == 1 else value)
             copied.append(name)
 
     take("norm.weight", "norm.weight")

@@ -261,6 +261,16 @@ def load_final_norm(identity: Identity, trust_remote_code: bool = False) -> nn.M
     return norm.eval().requires_grad_(False)
 
 
+def norm_offset(identity: Identity, trust_remote_code: bool = False) -> int:
+    """What the target's norms add to their stored gains: 1 where they multiply by 1 + weight, else 0.
+
+    Read off the final norm's answer to a vector of ones, whose root mean square is 1.
+    """
+    norm = load_final_norm(identity, trust_remote_code).float()
+    with torch.no_grad():
+        return round(float((norm(torch.ones(norm.weight.shape)) - norm.weight).mean()))
+
+
 # --- where a model comes from -------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from dflash import attention, config, data, loss, target
+from dflash import attention, config, data, kernels, loss, target
 from dflash.drafter import (
     DTYPES,
     Drafter,
@@ -76,7 +76,9 @@ def drafter_config(settings: config.Drafter, identity: target.Identity) -> Draft
     )
 
 
-def new_drafter(settings: config.Drafter, identity: target.Identity) -> Drafter:
+def new_drafter(
+    settings: config.Drafter, identity: target.Identity, trust_remote_code: bool = False
+) -> Drafter:
     """A drafter with its initial weights, a function of settings and target alone."""
     drafter = Drafter(drafter_config(settings, identity))
     drafter.init_weights(settings.training.seed)
@@ -92,7 +94,11 @@ def new_drafter(settings: config.Drafter, identity: target.Identity) -> Drafter:
             if name.startswith("layers.0.")
         ]
         tensors = target.load_tensors(identity, names, optional=True)
-        start_from_target(drafter, tensors, layers, prefix)
+        try:
+            offset = target.norm_offset(identity, trust_remote_code)
+        except UserError:  # a norm of an unknown kind; its gains are taken as they are
+            offset = 0
+        start_from_target(drafter, tensors, layers, prefix, offset)
     return drafter
 
 
@@ -383,7 +389,7 @@ def train(
         head.reduce(data.frequent_tokens(shards, training.loss.head_tokens, identity.vocab_size))
     slot_weights = weights_of_slots(settings)
 
-    drafter = new_drafter(settings, identity).to(device).train()
+    drafter = new_drafter(settings, identity, trust_remote_code).to(device).train()
     optimizer = make_optimizer(drafter, training)
     done = checkpoints(run)
     first, sums = load_checkpoint(done[-1], drafter, optimizer) if done else (0, {})
@@ -398,6 +404,19 @@ def train(
         f"{training.anchors_per_document} blocks; head over {head.head_VH.shape[0]:,} tokens"
         + (f"; going on from step {first}" if first else "")
     )
+    c = drafter.config
+    found = kernels.of_backend(
+        machine.attention,
+        device,
+        dtype,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+        c.head_dim,
+    )
+    used = ", ".join(f"{k.kernel} ({k.call})" for k in found)
+    print(f"attention: {machine.attention}, kernel {used}; checkpointing: {machine.checkpointing}")
+    if note := kernels.warning(found, machine.attention):
+        print(note)
     if first == steps:
         print(f"this training is finished already; delete {run} to train it anew")
 

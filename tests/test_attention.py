@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash import attention
 from dflash.attention import Layout, Visibility, attend
+from dflash.errors import UserError
 
 NAMES = ("q", "k context", "v context", "k block", "v block")
 
@@ -81,7 +83,30 @@ def test_packed_documents_with_gradients(see, backend):
     assert_same(tensors, starts, anchors, 4, see, group_rows=8, backend=backend)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("backend", ["chunked", "split", "gather"])
+@pytest.mark.parametrize("see", SEES.values(), ids=SEES)
+def test_long_documents_with_rows_that_all_slots_see(see, backend, recompute, monkeypatch):
+    """Documents long enough for `split` to have parts without a mask, also behind a window."""
+    monkeypatch.setattr(attention, "CLEAR_ROWS", 3)
+    see = Visibility(see.window and 11, see.causal)
+    anchors = [[0, 9, 10, 17, 30, 31, 32, 33, 34, 35, 36, 39], [1, 2], [20]]
+    tensors, starts, anchors = make([40, 6, 23], anchors, block=3)
+    layout = Layout(starts, anchors, 3, group_rows=12)
+    if backend == "split":
+        clear = [g.clear_high - g.clear_low for g in layout.groups(see)]
+        assert max(clear) >= 3
+    ours = attend(*tensors, layout, see, backend, recompute)
+    theirs = attend(*tensors, layout, see, "dense")
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    direction = torch.randn_like(ours)
+    got = torch.autograd.grad(ours, tensors, direction)
+    want = torch.autograd.grad(theirs, tensors, direction)
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_layouts(data):
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
@@ -95,12 +120,16 @@ def test_random_layouts(data):
     group_rows = data.draw(st.integers(1, 30))
     heads, kv = data.draw(st.sampled_from([(4, 2), (3, 3), (6, 1)]))
     tensors, starts, anchors = make(lengths, chosen, block, heads=heads, kv=kv, d=4)
-    assert_same(tensors, starts, anchors, block, see, group_rows)
+    backend = data.draw(st.sampled_from(["chunked", "split", "gather", "dense"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "CLEAR_ROWS", 1)
+        assert_same(tensors, starts, anchors, block, see, group_rows, backend)
 
 
-def test_no_gradient_reaches_context_at_or_after_the_anchor():
+@pytest.mark.parametrize("backend", ["chunked", "split", "gather", "dense"])
+def test_no_gradient_reaches_context_at_or_after_the_anchor(backend):
     tensors, starts, anchors = make([10, 8], [[3, 7], [2]], block=4)
-    out = attend(*tensors, Layout(starts, anchors, 4, group_rows=64))
+    out = attend(*tensors, Layout(starts, anchors, 4, group_rows=64), backend=backend)
     for block, (low, high) in enumerate([(0, 3), (0, 7), (10, 12)]):
         grads = torch.autograd.grad(out[block].sum(), tensors[1:3], retain_graph=True)
         for grad in grads:
@@ -143,3 +172,86 @@ def test_anchors_must_ascend():
         Layout(torch.tensor([0, 10]), torch.tensor([5, 2]), 4)
     with pytest.raises(ValueError, match="inside"):
         Layout(torch.tensor([0, 10]), torch.tensor([10]), 4)
+
+
+def test_large_documents_share_no_group():
+    """Only where all slots of a group belong to one document are there rows that all of them see."""
+    starts = torch.tensor([0, 100, 110, 120, 300])
+    anchors = torch.tensor([*range(90, 100), 105, 115, *range(280, 300)])
+    layout = Layout(starts, anchors, 4, group_rows=32)  # 8 blocks
+    cuts = [(g.first, g.last) for g in layout.groups(Visibility())]
+    assert cuts == [(0, 8), (8, 10), (10, 12), (12, 20), (20, 28), (28, 32)]
+    assert [g.clear_high - g.clear_low for g in layout.groups(Visibility())] == [
+        90, 98, 0, 160, 168, 176
+    ]  # fmt: skip
+
+
+def test_a_pack_without_blocks_is_no_error():
+    tensors, starts, anchors = make([6], [[]], block=4)
+    for backend in attention.BACKENDS:
+        assert attend(*tensors, Layout(starts, anchors, 4), backend=backend).shape == (0, 4, 4, 8)
+
+
+def test_flex_agrees_where_it_runs_and_says_where_it_does_not():
+    tensors, starts, anchors = make([40, 30], [[5, 20], [3]], block=4, d=16, dtype=torch.float32)
+    layout = Layout(starts, anchors, 4)
+    for see in SEES.values():
+        with torch.no_grad():
+            ours, theirs = (attend(*tensors, layout, see, b) for b in ("flex", "dense"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="no backward pass there.*chunked"):
+        attend(*tensors, layout, backend="flex")
+
+
+def test_unknown_backend():
+    tensors, starts, anchors = make([6], [[2]], block=4)
+    with pytest.raises(ValueError, match="there are chunked, split, dense, gather, flex"):
+        attend(*tensors, Layout(starts, anchors, 4), backend="sparse")
+
+
+def test_nothing_of_a_group_is_kept_for_the_backward_pass():
+    """What is saved is the inputs, the output and a number a row: no mask, no copy of a key."""
+    tensors, starts, anchors = make([400], [list(range(100, 400, 3))], 8, dtype=torch.float32)
+    q, k = tensors[0], tensors[1]
+    for backend, recompute, extra in [
+        ("chunked", False, 1),
+        ("split", False, 1),
+        ("split", True, 0),
+    ]:
+        saved = []
+        pack = lambda t: saved.append(t.numel()) or t  # noqa: B023, E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            attend(*tensors, Layout(starts, anchors, 8), backend=backend, recompute=recompute)
+        inputs = sum(t.numel() for t in tensors)
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        assert sum(saved) == inputs + extra * (q.numel() + rows)
+        assert 2 * k.numel() * len(anchors) > 10 * sum(saved)  # what copies per block would take
+
+
+def test_group_size_follows_the_memory_target():
+    small = attention.group_rows_within(4 << 20, 4096, 16, 8, 2, 32, 4)
+    large = attention.group_rows_within(256 << 20, 4096, 16, 8, 2, 32, 4)
+    assert small < large and small % 16 == large % 16 == 0
+    assert attention.group_rows_within(1, 10**6, 48, 8, 2, 32, 4) == 96  # at least 128 rows' blocks
+
+
+def test_a_kernel_that_is_wrong_or_missing_gives_way_to_the_written_out_softmax(monkeypatch):
+    tensors, starts, anchors = make([30], [[4, 11, 20]], block=4, dtype=torch.float32)
+    layout = Layout(starts, anchors, 4)
+    want = attend(*tensors, layout)
+    real = attention.kernel_backward
+
+    def wrong(slope, q, k, v, bias, out, lse):
+        if attention.fused_kernel(q, bias) == "math":
+            return real(slope, q, k, v, bias, out, lse)
+        return tuple(2 * g for g in real(slope, q, k, v, bias, out, lse))
+
+    monkeypatch.setattr(attention, "_faults", {})
+    monkeypatch.setattr(attention, "kernel_backward", wrong)
+    got = attend(*tensors, layout)
+    fault = attention.kernel_fault("cpu flash", torch.device("cpu"), torch.float32, 8, True)
+    assert fault.startswith("its gradient of q is off by")
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(got.square().sum(), tensors)
+    for a, b in zip(grads, torch.autograd.grad(want.square().sum(), tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

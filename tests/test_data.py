@@ -153,3 +153,19 @@ def test_anchors_follow_the_epoch():
     doc, chosen = stream.at(7 + 2)
     want = anchors.choose(doc.loss_mask, 2, 0, 1, doc.sample_id)
     assert chosen.tolist() == want.tolist()
+
+
+def test_padding_adds_a_document_of_zeros_that_sees_and_teaches_nothing():
+    docs = [document("a", "0011111"), document("b", "001111")]
+    anchors_of = [np.array([2, 4]), np.array([3])]
+    weights = torch.tensor([0.0, 1.0, 0.5])
+    plain = data.pack(docs, anchors_of, weights)
+    fixed = data.pack(docs, anchors_of, weights, pad_context=20, pad_blocks=5)
+    assert fixed.taps_SD.shape[0] == fixed.layout.num_context == 20
+    assert fixed.layout.num_blocks == 5 and fixed.real_blocks == 3
+    assert torch.equal(fixed.taps_SD[:13].view(torch.int16), plain.taps_SD.view(torch.int16))
+    assert not fixed.taps_SD[13:].any()
+    assert torch.equal(fixed.labels_NB[:3], plain.labels_NB) and (fixed.labels_NB[3:] == -1).all()
+    assert fixed.mass == plain.mass
+    assert fixed.layout.start_N.tolist()[3:] == [13, 13]  # a document of their own
+    assert fixed.layout.block_positions_NB[3:].tolist() == [[0, 1, 2]] * 2

@@ -70,7 +70,9 @@ def state(drafter) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in drafter.state_dict().items()}
 
 
-def one_gradient(features, micro_batch: int, checkpointing: str, tokens=None, **training):
+def one_gradient(
+    features, micro_batch: int, checkpointing: str, tokens=None, machine=None, **training
+):
     """Gradients of the first step."""
     identity, _, shards, positions = features
     settings = drafter_settings(clip=1e9, **training)
@@ -83,7 +85,9 @@ def one_gradient(features, micro_batch: int, checkpointing: str, tokens=None, **
     if tokens is not None:
         head.reduce(tokens)
     optimizer = torch.optim.SGD(drafter.parameters(), lr=0.0)
-    machine = config.TrainMachine(micro_batch=micro_batch, checkpointing=checkpointing, loss_rows=7)
+    machine = config.TrainMachine(
+        micro_batch=micro_batch, checkpointing=checkpointing, loss_rows=7, **machine or {}
+    )
     row = train.one_step(
         drafter,
         optimizer,
@@ -106,6 +110,28 @@ def test_any_split_of_a_step_gives_the_same_gradient(features):
         assert math.isclose(other["loss"], row["loss"], rel_tol=1e-5)
         for name, grad in whole.items():
             torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_to_constant_shapes_changes_no_gradient(features):
+    row, plain = one_gradient(features, 8, "none")
+    for attention in ("chunked", "split"):
+        fixed = {"pad_context": 999, "pad_blocks": 77, "attention": attention}
+        other, padded = one_gradient(features, 8, "none", machine=fixed)
+        assert {k: v for k, v in other.items() if k != "loss"} == pytest.approx(
+            {k: v for k, v in row.items() if k != "loss"}, rel=1e-5
+        )
+        assert math.isclose(other["loss"], row["loss"], rel_tol=1e-6)
+        for name, grad in plain.items():
+            assert not padded[name].isnan().any()
+            torch.testing.assert_close(padded[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_pack_larger_than_its_constant_shape_is_refused(features):
+    for fixed in ({"pad_context": 30, "pad_blocks": 77}, {"pad_context": 999, "pad_blocks": 3}):
+        with pytest.raises(UserError, match="raise them or lower micro_batch"):
+            one_gradient(features, 8, "none", machine=fixed)
+    with pytest.raises(UserError, match="only together"):
+        one_gradient(features, 8, "none", machine={"pad_context": 999})
 
 
 @pytest.fixture(scope="module")
@@ -422,3 +448,22 @@ def test_weights_do_not_depend_on_the_hash_seed(features, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == hashlib.sha256(data).hexdigest()
+
+
+def test_gains_of_targets_that_multiply_by_one_plus_weight(features, monkeypatch):
+    """A drafter's norm multiplies by its weight alone, so such targets' gains are raised by one."""
+    settings, identity = drafter_settings(), features[0]
+    assert train.target.norm_offset(identity) == 0
+    plain = train.new_drafter(settings, identity)
+
+    class OnePlus(torch.nn.RMSNorm):
+        def forward(self, x):
+            return torch.nn.functional.rms_norm(x, self.normalized_shape) * (1 + self.weight)
+
+    monkeypatch.setattr(train.target, "load_final_norm", lambda *a: OnePlus(identity.hidden_size))
+    raised = train.new_drafter(settings, identity)
+    torch.testing.assert_close(raised.norm.weight, plain.norm.weight + 1)
+    for name, p in plain.layers.named_parameters():
+        other = raised.layers.get_parameter(name)
+        copied = "layernorm" in name
+        torch.testing.assert_close(other, p + 1 if copied else p)
