@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from dflash.errors import UserError
@@ -500,7 +501,9 @@ def kernel_fault(
         if key not in _faults:
             token = _trying.set(True)
             try:
-                _faults[key] = _try_kernel(device, dtype, head_dim, masked)
+                # not part of whatever is being recorded or recomputed around this call
+                with _disable_current_modes(), torch.autocast(device.type, enabled=False):
+                    _faults[key] = _try_kernel(device, dtype, head_dim, masked)
             except Exception as e:  # whatever a build of torch does where it lacks the kernel
                 _faults[key] = f"{type(e).__name__}: {e}".splitlines()[0]
             finally:

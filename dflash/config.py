@@ -351,7 +351,7 @@ class TrainMachine(Machine):
     checkpointing: Literal["none", "layer", "group", "both", "selective"] = Field(
         "layer",
         description="What the backward pass recomputes to save memory: nothing, each layer, each "
-        "attention group's output, both, or each layer but its attention.",
+        "attention group (saves much with `gather` only), both, or each layer but its attention.",
     )
     reentrant: bool = Field(
         False, description="Use torch's older, reentrant checkpoint (not with `selective`)."

@@ -137,6 +137,17 @@ def test_selective_does_not_run_attention_twice(monkeypatch):
     assert counts["selective"] == counts["none"] == counts["layer"] / 2 > 0
 
 
+def test_first_use_of_a_kernel_may_lie_inside_any_checkpoint(monkeypatch):
+    """The kernel is tried on a small problem then, which must not enter what is kept of the step."""
+    want = gradients("one document", "dense", "none", False, torch.float32)[1]
+    for mode in CHECKPOINTING:
+        monkeypatch.setattr(attention, "_faults", {})
+        got = gradients("one document", "chunked", mode, False, torch.float32)[1]
+        assert attention._faults and set(attention._faults.values()) == {None}
+        for name, value in want.items():
+            assert (got[name] - value).norm() <= 1e-4 * value.norm(), (mode, name)
+
+
 def test_modes_that_do_not_exist_are_refused():
     drafter = make_drafter()
     layout = Layout(torch.tensor([0, 9]), torch.tensor([4]), BLOCK)
