@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from dflash.errors import UserError
 
@@ -184,6 +192,12 @@ class Loss(Settings):
         "token, or its whole distribution (KL); the last two make `extract` store the target's last "
         "hidden state too.",
     )
+    positions: Literal["response", "all"] = Field(
+        "response",
+        description="Where blocks are drawn: in the target's own responses (DFlash paper), or in the "
+        "prompts too, where its distribution is known just as well; `all` needs labels `argmax` or "
+        "`soft`, since a prompt's tokens are not the target's.",
+    )
     weights: Literal["decay", "dpace"] = Field(
         "decay",
         description="How much a slot weighs: a fixed decay (DFlash paper), or D-PACE, which follows "
@@ -209,6 +223,15 @@ class Loss(Settings):
         "those among these tokens; the exported drafter still uses the target's whole head). "
         "Default: all.",
     )
+
+    @model_validator(mode="after")
+    def _labels_of_prompts(self) -> Loss:
+        if self.positions == "all" and self.labels == "data":
+            raise ValueError(
+                "positions `all` with labels `data`: the tokens of prompts are not the target's own; "
+                "allowed: labels argmax or soft, or positions response"
+            )
+        return self
 
 
 class Training(Settings):
@@ -764,6 +787,8 @@ def _train_share(drafter: Drafter) -> dict[str, Any]:
         del loss["gamma"]
     if loss["labels"] == "data":
         del loss["labels"]
+    if loss["positions"] == "response":
+        del loss["positions"]
     return share
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -159,6 +159,7 @@ class Stream:
         seed: seed of document order and anchors.
         anchors_per_document: most blocks of a document in one epoch.
         last_hidden: read the target's last hidden state too.
+        everywhere: draw and supervise blocks in prompts too, not only in responses.
     Raises UserError when no document can hold a block.
     """
 
@@ -169,8 +170,9 @@ class Stream:
         seed: int,
         anchors_per_document: int,
         last_hidden: bool = False,
+        everywhere: bool = False,
     ):
-        self.shards, self.taps, self.seed = shards, taps, seed
+        self.shards, self.taps, self.seed, self.everywhere = shards, taps, seed, everywhere
         self.anchors_per_document, self.last_hidden = anchors_per_document, last_hidden
         where = {
             sample_id: (shard, i)
@@ -195,6 +197,8 @@ class Stream:
             self._orders = {epoch: anchors.permutation(len(self), "documents", self.seed, epoch)}
         shard, row = self.where[int(self._orders[epoch][i])]
         document = self.shards[shard].read(row, self.taps, self.last_hidden)
+        if self.everywhere:
+            document = replace(document, loss_mask=supervised(document.loss_mask, True))
         chosen = anchors.choose(
             document.loss_mask, self.anchors_per_document, self.seed, epoch, document.sample_id
         )
@@ -205,7 +209,8 @@ class Stream:
 
         Returns how many. Raises UserError when none is left.
         """
-        usable = [len(anchors.candidates(self.shards[s].loss_mask(r))) > 0 for s, r in self.where]
+        masks = (supervised(self.shards[s].loss_mask(r), self.everywhere) for s, r in self.where)
+        usable = [len(anchors.candidates(mask)) > 0 for mask in masks]
         dropped = usable.count(False)
         self.ids = [x for x, ok in zip(self.ids, usable, strict=True) if ok]
         self.where = [x for x, ok in zip(self.where, usable, strict=True) if ok]
@@ -233,11 +238,18 @@ class Stream:
                 yield step, documents
 
 
-def frequent_tokens(shards: list[Shards], count: int, vocab_size: int) -> np.ndarray:
+def supervised(loss_mask_S: np.ndarray, everywhere: bool) -> np.ndarray:
+    """Where a document's tokens may be learned: its response, or all but its first token."""
+    return np.arange(len(loss_mask_S)) > 0 if everywhere else loss_mask_S
+
+
+def frequent_tokens(
+    shards: list[Shards], count: int, vocab_size: int, everywhere: bool = False
+) -> np.ndarray:
     """Ids of the `count` most frequent supervised tokens, ties to the smaller id; sorted int64."""
     seen = np.zeros(vocab_size, np.int64)
     for shard in shards:
         ids, mask = shard.tokens()
-        seen += np.bincount(ids[mask], minlength=vocab_size)
+        seen += np.bincount(ids if everywhere else ids[mask], minlength=vocab_size)
     order = np.argsort(-seen, kind="stable")[:count]
     return np.sort(order[seen[order] > 0])

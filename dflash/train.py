@@ -377,8 +377,9 @@ def train(
     """
     training, dtype = settings.training, DTYPES[settings.training.dtype]
     asks_target = config.needs_last_hidden(settings)
+    everywhere = training.loss.positions == "all"
     stream = data.Stream(
-        shards, positions, training.seed, training.anchors_per_document, asks_target
+        shards, positions, training.seed, training.anchors_per_document, asks_target, everywhere
     )
     unusable = stream.drop_unusable()
     steps = total_steps(len(stream), training)
@@ -386,7 +387,8 @@ def train(
     norm = target.load_final_norm(identity, trust_remote_code) if asks_target else None
     head = Head(embed.to(device), head_weight.to(device), dtype, norm)
     if training.loss.head_tokens:
-        head.reduce(data.frequent_tokens(shards, training.loss.head_tokens, identity.vocab_size))
+        kept = training.loss.head_tokens
+        head.reduce(data.frequent_tokens(shards, kept, identity.vocab_size, everywhere))
     slot_weights = weights_of_slots(settings)
 
     drafter = new_drafter(settings, identity, trust_remote_code).to(device).train()

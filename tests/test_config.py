@@ -285,3 +285,9 @@ def test_published_recipe_is_complete():
         6e-4, 6.0, 512, 0.04, 1.0,
     )  # fmt: skip
     assert config.gamma(d) == 7.0 and d.start == "random" and w.extract.max_tokens == 3072
+
+
+def test_blocks_in_prompts_need_labels_of_the_target():
+    with pytest.raises(UserError, match="positions `all` with labels `data`.*argmax or soft"):
+        config.check(config.Loss, {"positions": "all"}, "x")
+    assert config.check(config.Loss, {"positions": "all", "labels": "soft"}, "x").positions == "all"

@@ -169,3 +169,16 @@ def test_padding_adds_a_document_of_zeros_that_sees_and_teaches_nothing():
     assert fixed.mass == plain.mass
     assert fixed.layout.start_N.tolist()[3:] == [13, 13]  # a document of their own
     assert fixed.layout.block_positions_NB[3:].tolist() == [[0, 1, 2]] * 2
+
+
+def test_blocks_everywhere_lie_in_prompts_too():
+    docs = [document("a", "0000001"), document("b", "0001111")]
+    stream = data.Stream([Shard(docs)], [0], 0, 99)
+    assert stream.drop_unusable() == 1 and len(stream) == 1
+    everywhere = data.Stream([Shard(docs)], [0], 0, 99, everywhere=True)
+    assert everywhere.drop_unusable() == 0
+    for position in range(2):
+        doc, chosen = everywhere.at(position)
+        assert doc.loss_mask.tolist() == [False] + [True] * 6  # the first token has no context
+        assert chosen.tolist() == [1, 2, 3, 4, 5]
+    assert docs[0].loss_mask.sum() == 1  # the stored one is left alone
