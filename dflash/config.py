@@ -816,12 +816,13 @@ DEMO: dict[str, Any] = {
         "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl"}],
         "heldout_share": 0.22,
     },
-    "regenerate": {"max_new_tokens": 112},
+    "regenerate": {"max_new_tokens": 80},
     "drafters": {
         "demo": {
             # In a given time many small steps teach more than few large ones, and late slots are
-            # seldom accepted after so short a training: few slots, the first weighted most
-            # (docs/log.md).
+            # seldom accepted after so short a training: few slots, the first weighted most. With so
+            # few documents the target's whole distribution, in prompts too, teaches more than its
+            # answers' tokens alone (docs/log.md).
             "block_size": 4,
             "num_hidden_layers": 3,
             "mask_token_id": 5,
@@ -829,10 +830,15 @@ DEMO: dict[str, Any] = {
                 "epochs": 8.0,
                 "max_steps": 1150,
                 "documents_per_step": 4,
-                "anchors_per_document": 16,
+                "anchors_per_document": 24,
                 "lr": 3.0e-3,
                 "dtype": "float32",
-                "loss": {"gamma": 1.5, "head_tokens": 4096},
+                "loss": {
+                    "labels": "soft",
+                    "positions": "all",
+                    "gamma": 1.5,
+                    "head_tokens": 4096,
+                },
             },
         }
     },
