@@ -15,7 +15,8 @@ figures are medians over `--repeat` rounds.
   under the profiler, which the allocator's habits do not touch.
 - `ratio` is the faster peer's seconds ÷ ours without checkpointing: above 1 we are faster. `memory` is
   our peak with layer checkpointing ÷ the smaller peer's peak, `layer` our seconds with layer
-  checkpointing ÷ without.
+  checkpointing ÷ without; `selective` (JSON: and `memory_selective`) the same for layers recomputed
+  without their attention.
 - `arithmetic` is the time that the step's matrix products alone would take at the rate of a large
   float32 product on one thread, measured in the same round (`step_flops` says what is counted).
 
@@ -71,7 +72,7 @@ CASES = [
     Case(2048, 128, vocab=49152),
 ]
 PEERS = ("specforge", "speculators")
-OURS = {"ours": "none", "ours-layer": "layer"}  # name -> checkpointing
+OURS = {"ours": "none", "ours-layer": "layer", "ours-selective": "selective"}  # -> checkpointing
 
 ENVIRONMENT = """\
 No peers' interpreter: measuring ours only. To make one (an environment of its own):
@@ -464,9 +465,12 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     row["ratio"] = row["memory"] = None
     if args.peers:
         row["ratio"] = round(min(seconds[p] for p in PEERS) / seconds["ours"], 3)
-        row["memory"] = round(found["ours-layer"]["mib"] / min(found[p]["mib"] for p in PEERS), 3)
+        smaller = min(found[p]["mib"] for p in PEERS)
+        row["memory"] = round(found["ours-layer"]["mib"] / smaller, 3)
+        row["memory_selective"] = round(found["ours-selective"]["mib"] / smaller, 3)
         row["largest_difference"] = off
     row["layer"] = round(seconds["ours-layer"] / seconds["ours"], 3)
+    row["selective"] = round(seconds["ours-selective"] / seconds["ours"], 3)
     row["gflop"] = round(flops / 1e9, 2)
     row["gemm_gflops"] = round(rate / 1e9, 2)
     row["arithmetic"] = round(flops / rate, 4)
@@ -483,7 +487,7 @@ COLUMNS = (*PEERS, *OURS)
 def heading() -> str:
     """The table's first line."""
     systems = "".join(f"{name + ' s / MiB':>22}" for name in COLUMNS)
-    ratios = f"{'ratio':>7}{'memory':>8}{'layer':>7}"
+    ratios = f"{'ratio':>7}{'memory':>8}{'layer':>7}{'selective':>11}"
     return f"{'context x anchors':<18}{systems}{ratios}{'arithmetic':>16}"
 
 
@@ -501,6 +505,7 @@ def line(row: dict[str, Any]) -> str:
     last = f"{row['arithmetic']:.3f} ({100 * share:.0f} %)"
     systems = "".join(f"{figures(name):>22}" for name in COLUMNS)
     ratios = f"{times(row['ratio']):>7}{times(row['memory']):>8}{times(row['layer']):>7}"
+    ratios += f"{times(row['selective']):>11}"
     return f"{row['case']:<18}{systems}{ratios}{last:>16}"
 
 

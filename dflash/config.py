@@ -408,6 +408,19 @@ class TrainMachine(Machine):
     )
     keep_last: int = Field(2, ge=1, description="Checkpoints kept.")
 
+    @model_validator(mode="after")
+    def _together(self) -> TrainMachine:
+        if self.checkpointing == "selective" and self.reentrant:
+            raise ValueError(
+                "checkpointing `selective` with reentrant `true`: torch's older checkpoint cannot keep "
+                "some results; allowed: reentrant false, or another checkpointing"
+            )
+        if (self.pad_context is None) != (self.pad_blocks is None):
+            raise ValueError(
+                "pad_context and pad_blocks make constant shapes only together; allowed: both or neither"
+            )
+        return self
+
 
 class EvaluateMachine(Machine):
     batch_size: int = Field(24, ge=1, description="Prompts decoded together.")

@@ -88,7 +88,7 @@ def pack(
     hidden = np.concatenate([d.hidden.reshape(len(d.input_ids), -1) for d in documents])
     last = [d.last_hidden for d in documents]
     short_rows, short_blocks = 0, 0
-    if pad_context is not None or pad_blocks is not None:
+    if pad_context is not None and pad_blocks is not None:
         short_rows, short_blocks = _short(
             documents, starts[-1], len(labels_NB), pad_context, pad_blocks
         )
@@ -126,11 +126,6 @@ def _short(
     pad_blocks: int | None,
 ) -> tuple[int, int]:
     """Rows and blocks missing to a constant shape."""
-    if pad_context is None or pad_blocks is None:
-        raise UserError(
-            "machine.train: pad_context and pad_blocks make constant shapes only together; set both, "
-            "or neither"
-        )
     if rows + 1 > pad_context or blocks > pad_blocks:
         raise UserError(
             f"machine.train: a pack of {len(documents)} documents has {rows} tokens and {blocks} "

@@ -291,3 +291,20 @@ def test_blocks_in_prompts_need_labels_of_the_target():
     with pytest.raises(UserError, match="positions `all` with labels `data`.*argmax or soft"):
         config.check(config.Loss, {"positions": "all"}, "x")
     assert config.check(config.Loss, {"positions": "all", "labels": "soft"}, "x").positions == "all"
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        ({"checkpointing": "selective", "reentrant": True}, "older checkpoint cannot keep"),
+        ({"pad_context": 999}, "only together; allowed: both or neither"),
+        ({"pad_blocks": 9}, "only together; allowed: both or neither"),
+        ({"attention": "sparse"}, "`machine.train.attention`: found"),
+        ({"group_rows": 0}, "`machine.train.group_rows`: found 0"),
+    ],
+)
+def test_train_machine_settings_that_cannot_work_together(machine, text):
+    demo = copy.deepcopy(config.DEMO)
+    demo["machine"]["train"] = machine
+    with pytest.raises(UserError, match=text):
+        config.load(demo)
