@@ -56,6 +56,9 @@ def group_bytes(device_type: str) -> int:
     return GROUP_BYTES.get(device_type, GROUP_BYTES["cuda"])
 
 
+# Context rows that a group may span however little each of its slots sees.
+SPAN_ROWS = 1024
+
 # Rows that all slots of a group see are worth a call without a mask from this many on.
 CLEAR_ROWS = 64
 
@@ -144,46 +147,45 @@ class Layout:
         return (self.anchors - self.start_N)[:, None] + torch.arange(self.block_size)
 
     def groups(self, see: Visibility) -> list[Group]:
-        """The blocks in groups of at most `group_blocks`.
+        """The blocks in groups of at most `group_blocks`, fewer where their keys lie far apart.
 
-        A document that fills half a group or more shares none with another, since rows that every
-        slot sees exist only where all slots belong to one document.
+        - A document that fills half a group or more shares none with another, since rows that every
+          slot sees exist only where all slots belong to one document.
+        - A group's rows span at most 1.5 times what one slot sees (or `SPAN_ROWS`), so that neither
+          a window nor documents of few blocks make a group compute mostly what its mask forbids.
         """
         if see.window not in self._groups:
             anchors, starts = self.anchors.tolist(), self.start_N.tolist()
             window = see.window if see.window is not None else 1 << 62
+            lows = [max(start, a - window + 1) for a, start in zip(anchors, starts, strict=True)]
+            lows = [min(low, a) for low, a in zip(lows, anchors, strict=True)]
             out: list[Group] = []
-            for first, last in self._cuts():
-                a, z, start = anchors[first], anchors[last - 1], starts[first]
-                low, high = max(start, a - window + 1), z
+            for first, last in self._cuts(anchors, lows):
+                z, start = anchors[last - 1], starts[first]
                 clear_low = max(start, z + self.block_size - window)
                 one = starts[last - 1] == start
-                clear = (clear_low, a) if one and a - clear_low >= CLEAR_ROWS else (low, low)
-                out.append(Group(first, last, min(low, high), high, *clear))
+                enough = one and anchors[first] - clear_low >= CLEAR_ROWS
+                clear = (clear_low, anchors[first]) if enough else (lows[first], lows[first])
+                out.append(Group(first, last, lows[first], z, *clear))
             self._groups[see.window] = out
         return self._groups[see.window]
 
-    def _cuts(self) -> list[tuple[int, int]]:
-        counts = torch.bincount(self.document_N).tolist() if self.num_blocks else []
-        ends, done = [], 0
-        for count in counts:
-            done += count
-            ends.append((done, count))
-        limit, cuts, first = self.group_blocks, [], 0
-        for end, count in ends:
-            large = 2 * count >= limit
-            if large and end - count > first:  # close what smaller documents began
-                cuts.append((first, end - count))
-                first = end - count
-            while end - first >= limit:
-                cuts.append((first, first + limit))
-                first += limit
-            if large and end > first:
-                cuts.append((first, end))
-                first = end
-        if first < self.num_blocks:
-            cuts.append((first, self.num_blocks))
-        return cuts
+    def _cuts(self, anchors: list[int], lows: list[int]) -> list[tuple[int, int]]:
+        """Where groups begin and end; block i sees rows lows[i] to anchors[i] - 1."""
+        documents = self.document_N.tolist()
+        counts = torch.bincount(self.document_N).tolist() if documents else []
+        cuts, first, seen = [], 0, 0
+        for i in range(1, len(anchors)):
+            seen = max(seen, anchors[i - 1] - lows[i - 1])
+            ends = documents[i] != documents[i - 1] and any(
+                2 * counts[d] >= self.group_blocks for d in (documents[i - 1], documents[i])
+            )
+            span = anchors[i] - lows[first]
+            wide = span > max(1.5 * max(seen, anchors[i] - lows[i]), SPAN_ROWS)
+            if i - first >= self.group_blocks or ends or wide:
+                cuts.append((first, i))
+                first, seen = i, 0
+        return [*cuts, (first, len(anchors))] if anchors else []
 
     def mask(
         self, first: int, last: int, ranges: tuple[tuple[int, int], ...], see: Visibility
@@ -243,7 +245,8 @@ def group_rows_within(
 ) -> int:
     """Slots a group may have so that the temporaries of one call stay within a limit.
 
-    Counted for R slots over L keys, L the context and the own slots: queries, output and their
+    `context` is the longest range that one slot sees. Counted for R slots over L keys, L that range
+    (or `SPAN_ROWS`, see `Layout.groups`) and the own slots: queries, output and their
     gradients (4·R·Q·d), copies of keys and values and their gradients (4·L·K·d), and the mask once
     as booleans and once as numbers for each of the G query heads of a key head.
     """
@@ -251,7 +254,7 @@ def group_rows_within(
     rows = GROUP_ROWS[0]
     while 2 * rows <= GROUP_ROWS[1]:
         r = 2 * rows
-        keys = context + r
+        keys = max(context, SPAN_ROWS) + r
         size = 4 * itemsize * head_dim * (r * heads + keys * kv_heads) + r * keys * per_mask
         if size > limit_bytes:
             break
@@ -267,7 +270,7 @@ def attend(
     v_NBKd: torch.Tensor,
     layout: Layout,
     see: Visibility = Visibility(),  # noqa: B008 (frozen)
-    backend: str = "chunked",
+    backend: str = "split",
     recompute: bool = False,
     reentrant: bool = False,
 ) -> torch.Tensor:
@@ -296,7 +299,11 @@ def attend(
         return _flex(*tensors, layout, see)
     else:
         raise ValueError(f"no attention backend {backend!r}; there are {', '.join(BACKENDS)}")
-    return checkpoint(run, *tensors, use_reentrant=reentrant) if recompute else run(*tensors)
+    return (
+        checkpoint(run, *tensors, use_reentrant=reentrant, preserve_rng_state=False)
+        if recompute
+        else run(*tensors)
+    )
 
 
 # --- chunked and split ------------------------------------------------------------------------
@@ -541,20 +548,28 @@ def _try_kernel(
 
 
 def _math_forward(q, k, v, bias):
-    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-    scores = scores if bias is None else scores + bias
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    """The softmax written out, in float32 at least."""
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        scores = scores if bias is None else scores + bias
+        lse = scores.logsumexp(-1)
+        return ((scores - lse[..., None]).exp() @ v).to(dtype), lse
 
 
 def _math_backward(slope, q, k, v, bias, out, lse):
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    slope, q, k, v, out = (x.to(wide) for x in (slope, q, k, v, out))
     scale = q.shape[-1] ** -0.5
-    scores = (q @ k.transpose(-1, -2)) * scale
-    scores = scores if bias is None else scores + bias
-    p = (scores - lse[..., None].to(scores.dtype)).exp()
-    dp = slope @ v.transpose(-1, -2)
-    ds = p * (dp - (slope * out).sum(-1, keepdim=True)) * scale
-    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ slope
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q @ k.transpose(-1, -2)) * scale
+        scores = scores if bias is None else scores + bias
+        p = (scores - lse[..., None].to(wide)).exp()
+        dp = slope @ v.transpose(-1, -2)
+        ds = p * (dp - (slope * out).sum(-1, keepdim=True)) * scale
+        grads = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ slope
+    return tuple(g.to(dtype) for g in grads)
 
 
 # --- dense, gather, flex ----------------------------------------------------------------------
@@ -580,7 +595,11 @@ def _gather(q, k_S, v_S, k_N, v_N, layout, see, recompute, reentrant) -> torch.T
         blocks = slice(first, first + GATHER_BLOCKS)
         run = partial(_gather_chunk, layout=layout, blocks=blocks, see=see)
         args = (q[blocks], k_S, v_S, k_N[blocks], v_N[blocks])
-        out.append(checkpoint(run, *args, use_reentrant=reentrant) if recompute else run(*args))
+        out.append(
+            checkpoint(run, *args, use_reentrant=reentrant, preserve_rng_state=False)
+            if recompute
+            else run(*args)
+        )
     return torch.cat(out)
 
 
@@ -613,7 +632,7 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
     ):
         raise UserError(
             f"attention backend flex cannot train on a {q.device.type} device (torch's flex_attention has "
-            "no backward pass there); use machine.train.attention: chunked"
+            "no backward pass there); use machine.train.attention: split"
         )
     if q.device.type != "cuda":  # torch refuses even tensors that merely could need a gradient
         q, k_S, v_S, k_N, v_N = (t.detach() for t in (q, k_S, v_S, k_N, v_N))
@@ -642,12 +661,20 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
             sees, None, None, len(rows), len(keys), device=str(device)
         )
     mask = layout.flex_masks[see, str(device)]
-    call = _compiled_flex() if device.type == "cuda" else flex_attention
-    out = call(
-        *(x.transpose(0, 1)[None] for x in (rows, keys, values)),
-        block_mask=mask,
-        enable_gqa=True,
-    )
+    inputs = [x.transpose(0, 1)[None] for x in (rows, keys, values)]
+    if device.type != "cuda":
+        out = flex_attention(*inputs, block_mask=mask, enable_gqa=True)
+    else:
+        try:
+            with _flex_lock:  # tracing is not safe between threads
+                out = _compiled_flex()(*inputs, block_mask=mask, enable_gqa=True)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as e:  # whatever the compiler of this build does
+            raise UserError(
+                f"attention backend flex does not compile here ({type(e).__name__}: "
+                f"{str(e).splitlines()[0] if str(e) else ''}); use machine.train.attention: split"
+            ) from e
     return out[0].transpose(0, 1).reshape(q.shape)
 
 
@@ -661,6 +688,7 @@ def _compiled_flex():
 
 
 _FLEX = None
+_flex_lock = threading.Lock()
 
 
 def folded(

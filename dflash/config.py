@@ -372,12 +372,14 @@ class TrainMachine(Machine):
         "compilation, `dense` and `gather` are for comparison.",
     )
     checkpointing: Literal["none", "layer", "group", "both", "selective"] = Field(
-        "layer",
+        "selective",
         description="What the backward pass recomputes to save memory: nothing, each layer, each "
-        "attention group (saves much with `gather` only), both, or each layer but its attention.",
+        "attention group (saves much with `gather` only), both, or each layer but its attention "
+        "(as small as `layer` and faster; docs/attention.md).",
     )
     reentrant: bool = Field(
-        False, description="Use torch's older, reentrant checkpoint (not with `selective`)."
+        False,
+        description="Use torch's older, reentrant checkpoint (with `layer`, `group` or `both`).",
     )
     loss_rows: int | None = Field(
         None,
@@ -414,6 +416,11 @@ class TrainMachine(Machine):
             raise ValueError(
                 "checkpointing `selective` with reentrant `true`: torch's older checkpoint cannot keep "
                 "some results; allowed: reentrant false, or another checkpointing"
+            )
+        if self.attention == "flex" and (self.gpu == 0 or self.pad_context is None):
+            raise ValueError(
+                "attention `flex` trains on GPUs only, and compiles anew for every shape of a pack; "
+                "allowed: gpu 1 or more with pad_context and pad_blocks, or attention split"
             )
         if (self.pad_context is None) != (self.pad_blocks is None):
             raise ValueError(

@@ -331,7 +331,7 @@ class Drafter(nn.Module):
         taps_SD: torch.Tensor,
         block_NBH: torch.Tensor,
         layout: Layout,
-        backend: str = "chunked",
+        backend: str = "split",
         checkpointing: str = "none",
         reentrant: bool = False,
     ) -> torch.Tensor:
@@ -356,7 +356,8 @@ class Drafter(nn.Module):
             raise ValueError("selective checkpointing needs the non-reentrant kind")
         recompute = checkpointing in ("group", "both")
         layers = checkpointing in ("layer", "both", "selective") and torch.is_grad_enabled()
-        options: dict[str, Any] = {"use_reentrant": reentrant}
+        # nothing here is random
+        options: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": False}
         if checkpointing == "selective":
             options["context_fn"] = _keep_attention
         device = taps_SD.device

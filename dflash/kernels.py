@@ -118,10 +118,14 @@ def main(argv: list[str] | None) -> None:
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
     parser.add_argument("--head-dim", type=int, default=128, help="width of a head")
-    parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     args = parser.parse_args(argv)
     if args.heads < 1 or args.kv_heads < 1 or args.heads % args.kv_heads:
         raise UserError(f"--heads {args.heads} does not divide among --kv-heads {args.kv_heads}")
+    if args.head_dim < 1:
+        raise UserError(f"--head-dim: found {args.head_dim}; allowed: 1 or more")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; leave --device out")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(

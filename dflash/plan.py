@@ -44,6 +44,8 @@ from dflash.errors import UserError, entrypoint
 from dflash.features import layout as chunks_of
 from dflash.loss import rows_within
 
+MOST = 1 << 20  # tokens or anchors that the command line takes
+
 GB = 10**9
 WIDE = 4  # residual stream, weights, norms, softmax and gradients are float32
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -169,7 +171,7 @@ def group_rows(shape: Shape) -> int:
         s.heads,
         s.kv_heads,
         s.head_dim,
-        WIDE,  # it counts in the weights' dtype
+        BYTES[s.dtype],
     )
 
 
@@ -1021,10 +1023,14 @@ def shape_of(
             )
         return value
 
+    if tokens is not None and anchors is not None and anchors > tokens:
+        raise UserError(
+            f"--anchors: found {anchors}, more than --tokens {tokens}; allowed: at most one a token"
+        )
     given = tokens is not None or anchors is not None
     longest = longest_document(workflow)
-    documents = 1 if given else machine.micro_batch
     per_step = d.training.documents_per_step
+    documents = 1 if given else min(machine.micro_batch, per_step)
     tokens = tokens or machine.pad_context or documents * longest
     anchors = anchors or machine.pad_blocks or documents * d.training.anchors_per_document
     loss = d.training.loss
@@ -1228,7 +1234,7 @@ def main(argv: list[str] | None) -> None:
     parser.add_argument("--tokens", type=_positive, help="context rows of a pack (one document)")
     parser.add_argument("--anchors", type=_positive, help="blocks of a pack")
     parser.add_argument(
-        "--card", type=float, metavar="GB", help="only this card; refuse if too small"
+        "--card", type=_size, metavar="GB", help="only this card; refuse if too small"
     )
     parser.add_argument("--json", action="store_true", help="all figures as JSON, in bytes")
     args = parser.parse_args(argv)
@@ -1239,9 +1245,19 @@ def main(argv: list[str] | None) -> None:
 
 
 def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, found {value}")
+    if not value.isdecimal() or not 1 <= int(value) <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MOST}, found {value}")
     return int(value)
+
+
+def _size(value: str) -> float:
+    try:
+        size = float(value)
+    except ValueError:
+        size = math.nan
+    if not (math.isfinite(size) and size > 0):
+        raise argparse.ArgumentTypeError(f"expected a size in GB above 0, found {value}")
+    return size
 
 
 if __name__ == "__main__":

@@ -203,13 +203,15 @@ def pack_loss(
     )
 
 
-def group_rows(drafter: Drafter, documents: list, machine: config.TrainMachine) -> int:
+def group_rows(
+    drafter: Drafter, documents: list, machine: config.TrainMachine, dtype: torch.dtype
+) -> int:
     """Slots in one attention group: as set, or as many as the memory target of the device allows."""
     if machine.group_rows is not None:
         return machine.group_rows
     c = drafter.config
-    p = next(drafter.parameters())
-    limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(p.device.type)
+    kind = next(drafter.parameters()).device.type
+    limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(kind)
     longest = max(len(d.input_ids) for d, _ in documents)
     return attention.group_rows_within(
         limit,
@@ -218,7 +220,7 @@ def group_rows(drafter: Drafter, documents: list, machine: config.TrainMachine) 
         c.num_attention_heads,
         c.num_key_value_heads,
         c.head_dim,
-        p.element_size(),
+        dtype.itemsize,
     )
 
 
@@ -498,7 +500,7 @@ def one_step(
             [d for d, _ in part],
             [a for _, a in part],
             slot_weights,
-            group_rows(drafter, part, machine),
+            group_rows(drafter, part, machine, DTYPES[training.dtype]),
             machine.pad_context,
             machine.pad_blocks,
         )
@@ -516,6 +518,7 @@ def one_step(
         loss_sum += float(total.detach())
         accepted += int(accepted_by_position(correct[: packed.real_blocks]).sum())
         blocks += packed.real_blocks
+        del packed, total, correct
     learned = blocks > 0
     norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if learned else 0.0
     if not math.isfinite(loss_sum) or not math.isfinite(norm):
@@ -597,6 +600,11 @@ def main(argv: list[str] | None) -> None:
     held = lock(run)
     write_json(run / "fingerprint.json", print_of)
     device = target.default_device()
+    if machine.attention == "flex" and device.type != "cuda":
+        raise UserError(
+            "machine.train.attention: found flex, which trains on CUDA devices only, and there is none here; "
+            "use split"
+        )
     try:
         trust = bool(raw.get("trust_remote_code", False))
         drafter, facts = train(settings, machine, identity, shards, positions, run, device, trust)

@@ -75,6 +75,13 @@ SEES = {
 }
 
 
+@pytest.fixture
+def any_clear_row(monkeypatch):
+    """Small documents have parts without a mask too."""
+    monkeypatch.setattr(attention, "CLEAR_ROWS", 1)
+
+
+@pytest.mark.usefixtures("any_clear_row")
 @pytest.mark.parametrize("backend", ["chunked", "split", "dense", "gather"])
 @pytest.mark.parametrize("see", SEES.values(), ids=SEES)
 def test_packed_documents_with_gradients(see, backend):
@@ -126,6 +133,7 @@ def test_random_layouts(data):
         assert_same(tensors, starts, anchors, block, see, group_rows, backend)
 
 
+@pytest.mark.usefixtures("any_clear_row")
 @pytest.mark.parametrize("backend", ["chunked", "split", "gather", "dense"])
 def test_no_gradient_reaches_context_at_or_after_the_anchor(backend):
     tensors, starts, anchors = make([10, 8], [[3, 7], [2]], block=4)
@@ -199,7 +207,7 @@ def test_flex_agrees_where_it_runs_and_says_where_it_does_not():
         with torch.no_grad():
             ours, theirs = (attend(*tensors, layout, see, b) for b in ("flex", "dense"))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match="no backward pass there.*chunked"):
+    with pytest.raises(UserError, match="no backward pass there.*split"):
         attend(*tensors, layout, backend="flex")
 
 
@@ -255,3 +263,38 @@ def test_a_kernel_that_is_wrong_or_missing_gives_way_to_the_written_out_softmax(
     grads = torch.autograd.grad(got.square().sum(), tensors)
     for a, b in zip(grads, torch.autograd.grad(want.square().sum(), tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+PACKS = {  # document lengths, anchors of each, window
+    "one long document": ([8000], [range(100, 8000, 40)], None),
+    "window": ([16000], [range(0, 16000, 250)], 512),
+    "sparse documents": ([3072] * 8, [range(600, 3072, 600)] * 8, None),
+    "one anchor each": ([3072] * 8, [[2000]] * 8, None),
+    "many short ones": ([90] * 60, [range(40, 90, 10)] * 60, None),
+}
+
+
+@pytest.mark.parametrize("case", PACKS)
+def test_no_group_is_larger_than_its_target_or_computes_mostly_what_is_masked(case):
+    lengths, chosen, window = PACKS[case]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    anchors = torch.tensor(
+        [s + a for s, own in zip(starts.tolist(), chosen, strict=False) for a in own]
+    )
+    see, block, target = Visibility(window), 16, 64 << 20
+    longest = min(max(lengths), window or 1 << 60)
+    rows = attention.group_rows_within(target, longest, block, 8, 2, 64, 4)
+    layout = Layout(starts, anchors, block, rows)
+    groups = layout.groups(see)
+    assert [g.first for g in groups] == [0, *(g.last for g in groups[:-1])]
+    assert groups[-1].last == len(anchors)
+    seen = computed = 0
+    for g in groups:
+        slots, keys = (g.last - g.first) * block, g.high - g.low
+        own = (layout.anchors - layout.start_N)[g.first : g.last].clamp(max=(window or 1 << 60) - 1)
+        seen += int(own.sum())
+        computed += (g.last - g.first) * keys
+        total = keys + slots
+        assert keys <= max(1.5 * int(own.max()), attention.SPAN_ROWS)
+        assert slots * total * 4 * 4 <= 2 * target  # the mask as numbers, for four heads folded
+    assert computed <= max(3 * seen, attention.SPAN_ROWS * len(anchors))

@@ -148,6 +148,18 @@ def test_first_use_of_a_kernel_may_lie_inside_any_checkpoint(monkeypatch):
             assert (got[name] - value).norm() <= 1e-4 * value.norm(), (mode, name)
 
 
+@pytest.mark.parametrize("checkpointing", ["layer", "group", "both", "selective"])
+def test_recomputation_leaves_the_global_generator_alone(checkpointing, monkeypatch):
+    """Restoring its state during a recomputation would change what other threads draw meanwhile."""
+
+    def touched(*_args):
+        raise AssertionError("the generator that all threads share was set")
+
+    monkeypatch.setattr(torch, "set_rng_state", touched)
+    monkeypatch.setattr(torch.random, "set_rng_state", touched)
+    gradients("one document", "gather", checkpointing, False, torch.float32)
+
+
 def test_modes_that_do_not_exist_are_refused():
     drafter = make_drafter()
     layout = Layout(torch.tensor([0, 9]), torch.tensor([4]), BLOCK)
@@ -168,6 +180,7 @@ def test_two_drafters_in_two_threads_train_bit_for_bit_as_alone(checkpointing):
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
         g = torch.Generator().manual_seed(seed)
         for step in range(12):
+            torch.rand(3)  # from the generator that all threads share: must disturb nobody
             anchors = torch.arange(40 + step, 120, 4 + seed)
             layout = Layout(torch.tensor([0, 30, 120]), anchors, BLOCK, group_rows=16)
             taps = torch.randn(120, 2 * WIDTH, generator=g)

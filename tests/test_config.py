@@ -300,6 +300,8 @@ def test_blocks_in_prompts_need_labels_of_the_target():
         ({"pad_context": 999}, "only together; allowed: both or neither"),
         ({"pad_blocks": 9}, "only together; allowed: both or neither"),
         ({"attention": "sparse"}, "`machine.train.attention`: found"),
+        ({"attention": "flex", "gpu": 1}, "compiles anew for every shape"),
+        ({"attention": "flex", "pad_context": 999, "pad_blocks": 9}, "trains on GPUs only"),
         ({"group_rows": 0}, "`machine.train.group_rows`: found 0"),
     ],
 )

@@ -23,7 +23,14 @@ def test_names_the_kernel_that_the_profiler_sees():
 
 
 def test_bare_sdpa_is_asked_too():
-    assert kernels.sdpa_kernel(CPU, torch.float32, 4, 4, 16, True) in ("flash", "math")
+    """As the profiler sees it for the same call."""
+    q, k = (torch.randn(1, n, 64, 16, requires_grad=True) for n in (4, 2))
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+    with torch.profiler.profile() as profile:
+        torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+    names = " ".join(event.key for event in profile.key_averages())
+    found = kernels.sdpa_kernel(CPU, torch.float32, 4, 2, 16, True)
+    assert found == ("flash" if "flash_attention_for_cpu" in names else "math")
 
 
 def test_math_is_warned_of_with_a_remedy(monkeypatch):
@@ -41,5 +48,9 @@ def test_table_and_command_line(capsys):
     for backend in attention.BACKENDS:
         assert backend in text
     assert "grouped heads" in text
-    with pytest.raises(UserError, match="does not divide"):
-        kernels.main(["--heads", "3", "--kv-heads", "2"])
+    for argv, text in [
+        (["--heads", "3", "--kv-heads", "2"], "does not divide"),
+        (["--head-dim", "0"], "found 0; allowed: 1 or more"),
+    ]:
+        with pytest.raises(UserError, match=text):
+            kernels.main(argv)

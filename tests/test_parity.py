@@ -63,7 +63,7 @@ def run(shape: str, backend="chunked", checkpointing="none", dpace_alpha=None):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "layer"])
-@pytest.mark.parametrize("backend", ["chunked", "dense"])
+@pytest.mark.parametrize("backend", ["chunked", "split", "dense"])
 @pytest.mark.parametrize("peer", ["specforge", "speculators"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_with_the_peer(shape, peer, backend, checkpointing):

@@ -181,7 +181,8 @@ def test_prints_text_and_json(
 def test_the_demo_needs_no_results() -> None:
     shape = plan.shape_of(config.load(ROOT / "config" / "config.yaml"), "demo")
     assert (shape.hidden, shape.intermediate, shape.head_dim) == (576, 1536, 64)
-    assert shape.tokens == shape.documents * (512 + 112)
+    assert shape.tokens == shape.documents * (512 + 80)
+    assert shape.documents == 4  # a step's, though micro_batch would take 8
 
 
 def test_refuses_an_unknown_drafter(refusal: Callable[..., str]) -> None:
