@@ -486,7 +486,7 @@ COLUMNS = (*PEERS, *OURS)
 
 def heading() -> str:
     """The table's first line."""
-    systems = "".join(f"{name + ' s / MiB':>22}" for name in COLUMNS)
+    systems = "".join(f"{name + ' s / MiB':>24}" for name in COLUMNS)
     ratios = f"{'ratio':>7}{'memory':>8}{'layer':>7}{'selective':>11}"
     return f"{'context x anchors':<18}{systems}{ratios}{'arithmetic':>16}"
 
@@ -503,7 +503,7 @@ def line(row: dict[str, Any]) -> str:
 
     share = row["arithmetic"] / row["ours"]["seconds"]
     last = f"{row['arithmetic']:.3f} ({100 * share:.0f} %)"
-    systems = "".join(f"{figures(name):>22}" for name in COLUMNS)
+    systems = "".join(f"{figures(name):>24}" for name in COLUMNS)
     ratios = f"{times(row['ratio']):>7}{times(row['memory']):>8}{times(row['layer']):>7}"
     ratios += f"{times(row['selective']):>11}"
     return f"{row['case']:<18}{systems}{ratios}{last:>16}"
