@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -188,12 +189,17 @@ class Layout:
         return [*cuts, (first, len(anchors))] if anchors else []
 
     def mask(
-        self, first: int, last: int, ranges: tuple[tuple[int, int], ...], see: Visibility
+        self,
+        first: int,
+        last: int,
+        ranges: tuple[tuple[int, int], ...],
+        see: Visibility,
+        device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """Which keys the slots of blocks first..last-1 see; bool [R, L], own slots last."""
-        slot = torch.arange(self.block_size)
-        anchor_C, start_C = self.anchors[first:last], self.start_N[first:last]
-        row_L = torch.cat([torch.arange(*r) for r in ranges] or [torch.arange(0)])
+        slot = torch.arange(self.block_size, device=device)
+        anchor_C, start_C = (x[first:last].to(device) for x in (self.anchors, self.start_N))
+        row_L = torch.cat([torch.arange(*r, device=device) for r in ranges or ((0, 0),)])
         context = (row_L >= start_C[:, None]) & (row_L < anchor_C[:, None])
         context_CBL = context[:, None].expand(-1, self.block_size, -1)
         back = slot[:, None] - slot[None, :]  # positions from key back to query, in one block
@@ -223,7 +229,7 @@ class Layout:
         return self._parts[key]
 
     def _bias(self, g: Group, ranges, see: Visibility, device, dtype) -> torch.Tensor:
-        return additive(self.mask(g.first, g.last, ranges, see).to(device), dtype)
+        return additive(self.mask(g.first, g.last, ranges, see, device), dtype)
 
 
 def _calls(g: Group, split: bool) -> list[tuple[tuple[tuple[int, int], ...], bool]]:
@@ -327,6 +333,7 @@ class _Grouped(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
         q, k_S, v_S, k_N, v_N, *kept = ctx.saved_tensors
         kv = k_S.shape[1]
@@ -420,27 +427,27 @@ def kernel_forward(q, k, v, bias_RL: torch.Tensor | None) -> tuple[torch.Tensor,
     M is a multiple of the bias's rows R. Calls the fused kernel of the device, and writes the softmax
     out where there is none (float64 on a GPU, other devices).
     """
-    bias = _repeated(bias_RL, q.shape[2])
-    kind = fused_kernel(q, bias)
+    kind = fused_kernel(q, bias_RL)
     if kind == "cpu flash":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=_repeated(bias_RL, q.shape[2])
+        )
     if kind == "flash":
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
     if kind == "efficient":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, _aligned(bias, q.shape[1]), True
+            q, k, v, _aligned(bias_RL, q.shape[2], q.shape[1]), True
         )
         return out, lse[..., : q.shape[2]]
-    return _math_forward(q, k, v, bias)
+    return _math_forward(q, k, v, _repeated(bias_RL, q.shape[2]))
 
 
 def kernel_backward(slope, q, k, v, bias_RL: torch.Tensor | None, out, lse):
     """Gradients of q, k and v from the gradient of the output, and the whole softmax's out and lse."""
-    bias = _repeated(bias_RL, q.shape[2])
-    kind = fused_kernel(q, bias)
+    kind = fused_kernel(q, bias_RL)
     if kind == "cpu flash":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            slope, q, k, v, out, lse, 0.0, False, attn_mask=bias
+            slope, q, k, v, out, lse, 0.0, False, attn_mask=_repeated(bias_RL, q.shape[2])
         )
     if kind == "flash":
         none = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -453,48 +460,48 @@ def kernel_backward(slope, q, k, v, bias_RL: torch.Tensor | None, out, lse):
         short = -q.shape[2] % 32  # the kernel reads whole warps of rows
         padded = F.pad(lse.float(), (0, short), value=float("inf")).contiguous()
         return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            slope, q, k, v, _aligned(bias, q.shape[1]), out, padded, none, none, 0.0,
+            slope, q, k, v, _aligned(bias_RL, q.shape[2], q.shape[1]), out, padded, none, none, 0.0,
             [True, True, True, False],
         )[:3]  # fmt: skip
-    return _math_backward(slope, q, k, v, bias, out, lse)
+    return _math_backward(slope, q, k, v, _repeated(bias_RL, q.shape[2]), out, lse)
 
 
-def _aligned(bias_ML: torch.Tensor | None, heads: int) -> torch.Tensor | None:
-    """A bias whose rows begin at multiples of 16 numbers, as the CUDA kernel asks; [1, K, M, L]."""
-    if bias_ML is None:
+def _aligned(bias_RL: torch.Tensor | None, rows: int, heads: int) -> torch.Tensor | None:
+    """A bias for [1, K, M, L] whose rows begin at multiples of 16 numbers, as the CUDA kernel asks."""
+    if bias_RL is None:
         return None
-    length = bias_ML.shape[1]
-    wide = F.pad(bias_ML, (0, -length % 16))
-    return wide[:, :length].expand(1, heads, -1, -1)
+    length = bias_RL.shape[1]
+    wide = F.pad(bias_RL, (0, -length % 16))
+    return _repeated(wide, rows)[:, :length].expand(1, heads, -1, -1)
 
 
 def fused_kernel(q: torch.Tensor, bias: torch.Tensor | None) -> str:
     """Which kernel a call gets: `cpu flash`, `flash`, `efficient` or `math`.
 
     A kernel is used only after it has agreed with the written-out softmax on a small problem in this
-    process, forward and backward; one that fails or is not there gives way to `math`.
+    process, forward and backward; one that fails or is not there gives way to the next, `math` last.
     """
+    if _trying.get():
+        return _trying.get()
     d, masked = q.shape[-1], bias is not None
-    kind = candidate(q.device.type, q.dtype, d, masked)
-    if kind == "math" or _trying.get():
-        return kind
-    return kind if kernel_fault(kind, q.device, q.dtype, d, masked) is None else "math"
-
-
-def candidate(device_type: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
-    """The fused kernel that ought to serve a call, or `math` where there is none."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    if device_type == "cpu" and (half or dtype in (torch.float32, torch.float64)):
-        return "cpu flash"
-    if device_type == "cuda" and head_dim <= 256 and head_dim % 8 == 0:
-        if half and not masked:
-            return "flash"
-        if half or dtype == torch.float32:
-            return "efficient"
+    for kind in candidates(q.device.type, q.dtype, d, masked):
+        if kernel_fault(kind, q.device, q.dtype, d, masked) is None:
+            return kind
     return "math"
 
 
-_trying: ContextVar[bool] = ContextVar("trying", default=False)
+def candidates(device_type: str, dtype: torch.dtype, head_dim: int, masked: bool) -> list[str]:
+    """The fused kernels that ought to serve a call, the best first."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device_type == "cpu" and (half or dtype in (torch.float32, torch.float64)):
+        return ["cpu flash"]
+    if device_type == "cuda" and head_dim <= 256 and head_dim % 8 == 0:
+        flash = ["flash"] if half and not masked else []
+        return [*flash, "efficient"] if half or dtype == torch.float32 else []
+    return []
+
+
+_trying: ContextVar[str | None] = ContextVar("trying", default=None)
 _faults: dict[tuple, str | None] = {}
 _faults_lock = threading.Lock()
 
@@ -506,7 +513,7 @@ def kernel_fault(
     key = (kind, str(device), dtype, head_dim, masked)
     with _faults_lock:
         if key not in _faults:
-            token = _trying.set(True)
+            token = _trying.set(kind)
             try:
                 # not part of whatever is being recorded or recomputed around this call
                 with _disable_current_modes(), torch.autocast(device.type, enabled=False):
@@ -578,7 +585,7 @@ def _math_backward(slope, q, k, v, bias, out, lse):
 def _dense(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tensor:
     n, block, heads, d = q.shape
     kv = k_S.shape[1]
-    mask = layout.mask(0, n, ((0, layout.num_context),), see).to(q.device)
+    mask = layout.mask(0, n, ((0, layout.num_context),), see, q.device)
     k = torch.cat([k_S, k_N.flatten(0, 1)]).repeat_interleave(heads // kv, 1)  # [L, Q, d]
     v = torch.cat([v_S, v_N.flatten(0, 1)]).repeat_interleave(heads // kv, 1)
     scores = torch.einsum("rhd,lhd->hrl", q.flatten(0, 1), k) * d**-0.5

@@ -88,6 +88,8 @@ def pack(
     hidden = np.concatenate([d.hidden.reshape(len(d.input_ids), -1) for d in documents])
     last = [d.last_hidden for d in documents]
     short_rows, short_blocks = 0, 0
+    if (pad_context is None) != (pad_blocks is None):
+        raise ValueError("pad_context and pad_blocks make constant shapes only together")
     if pad_context is not None and pad_blocks is not None:
         short_rows, short_blocks = _short(
             documents, starts[-1], len(labels_NB), pad_context, pad_blocks

@@ -43,12 +43,12 @@ def grouped_kernels(
         q = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
         bias = torch.zeros(1, 1, device=device, dtype=dtype) if masked else None
         kernel = attention.fused_kernel(q, bias)
-        wanted = attention.candidate(device.type, dtype, head_dim, masked)
-        fault = None
-        if wanted != "math":
-            fault = attention.kernel_fault(wanted, device, dtype, head_dim, masked)
+        refused = []
+        for wanted in attention.candidates(device.type, dtype, head_dim, masked):
+            if fault := attention.kernel_fault(wanted, device, dtype, head_dim, masked):
+                refused.append(f"{wanted}: {fault}")
         call = "masked" if masked else "no mask"
-        out.append(Kernel(backend, call, kernel, f"{wanted}: {fault}" if fault else None))
+        out.append(Kernel(backend, call, kernel, "; ".join(refused) or None))
     return out
 
 

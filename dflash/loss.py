@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:
@@ -169,6 +170,7 @@ class _SlotLosses(torch.autograd.Function):
         return loss_R, confidence_R, correct_R
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_R, _confidence, _correct):
         (grad_RH,) = ctx.saved_tensors
         # `out` rounds once and makes no copy in the wider dtype

@@ -54,3 +54,22 @@ def test_table_and_command_line(capsys):
     ]:
         with pytest.raises(UserError, match=text):
             kernels.main(argv)
+
+
+def test_a_refused_kernel_gives_way_to_the_next(monkeypatch):
+    monkeypatch.setattr(
+        attention, "kernel_fault", lambda kind, *a: "no" if kind == "flash" else None
+    )
+    q = torch.empty(1, 1, 1, 64, device="meta", dtype=torch.bfloat16)
+    monkeypatch.setattr(attention, "candidates", lambda *a: ["flash", "efficient"])
+    assert attention.fused_kernel(q, None) == "efficient"
+
+
+def test_candidates_by_device():
+    bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
+    assert attention.candidates("cuda", bf16, 128, False) == ["flash", "efficient"]
+    assert attention.candidates("cuda", bf16, 128, True) == ["efficient"]
+    assert attention.candidates("cuda", f32, 128, False) == ["efficient"]
+    assert attention.candidates("cuda", f64, 128, False) == []
+    assert attention.candidates("cuda", bf16, 20, False) == []
+    assert attention.candidates("cpu", f64, 20, True) == ["cpu flash"]
