@@ -417,14 +417,13 @@ def test_settings_are_those_of_the_workflow():
     from dflash import config
 
     workflow = config.demo_workflow()
-    raw = json.loads(config.stage_settings(workflow, "extract"))
-    settings = config.check(extract.StageSettings, raw, "--settings")
-    assert settings.taps and settings.max_tokens == workflow.extract.max_tokens
-    assert not settings.last_hidden
-    soft = config.Training(loss=config.Loss(labels="soft"))
-    drafter = workflow.drafters["demo"].model_copy(update={"training": soft})
-    asking = workflow.model_copy(update={"drafters": {"demo": drafter}})
-    raw = json.loads(config.stage_settings(asking, "extract"))
-    assert config.check(extract.StageSettings, raw, "--settings").last_hidden
+    for labels in ("data", "argmax", "soft"):
+        training = config.Training(loss=config.Loss(labels=labels))
+        drafter = workflow.drafters["demo"].model_copy(update={"training": training})
+        asking = workflow.model_copy(update={"drafters": {"demo": drafter}})
+        raw = json.loads(config.stage_settings(asking, "extract"))
+        settings = config.check(extract.StageSettings, raw, "--settings")
+        assert settings.taps and settings.max_tokens == workflow.extract.max_tokens
+        assert settings.last_hidden is (labels != "data")
     machine = json.loads(config.machine_settings(workflow, "extract"))
     assert config.check(config.ExtractMachine, machine, "--machine").batch_tokens > 0
