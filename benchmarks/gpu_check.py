@@ -206,7 +206,7 @@ class Training:
         import torch
 
         from dflash.drafter import block_input
-        from dflash.loss import head_cross_entropy, slot_weights
+        from dflash.loss import slot_losses, slot_weights
 
         g, case, clock = self.g, self.case, self.clock
         clock.mark()
@@ -219,10 +219,8 @@ class Training:
             )
         weights_NB = slot_weights(g.block, 7.0).to(self.device).expand(case.anchors, -1)
         rows = weights_NB > 0
-        total, *_ = head_cross_entropy(
-            hidden_NBH[rows], self.head_VH, self.labels_NB[rows], weights_NB[rows]
-        )
-        (total / weights_NB.sum()).backward()
+        ce, *_ = slot_losses(hidden_NBH[rows], self.head_VH, self.labels_NB[rows])
+        ((weights_NB[rows] * ce).sum() / weights_NB.sum()).backward()
         clock.mark()
         self.optimizer.step()
         clock.mark()

@@ -209,7 +209,7 @@ class Step:
 
         from dflash.attention import Layout
         from dflash.drafter import block_input
-        from dflash.loss import head_cross_entropy, slot_weights
+        from dflash.loss import slot_losses, slot_weights
 
         args = self.args
         for p in self.drafter.parameters():
@@ -227,10 +227,8 @@ class Step:
         weights_NB = slot_weights(BLOCK, GAMMA).expand(len(tokens), -1)
         rows = weights_NB > 0
         chunk = {} if args.loss_rows is None else {"chunk": args.loss_rows}
-        total, ce, *_ = head_cross_entropy(
-            hidden_NBH[rows], self.head_VH, x["labels"][rows], weights_NB[rows], **chunk
-        )
-        loss = total / weights_NB.sum()
+        ce, *_ = slot_losses(hidden_NBH[rows], self.head_VH, x["labels"][rows], **chunk)
+        loss = (weights_NB[rows] * ce).sum() / weights_NB.sum()
         middle = time.perf_counter()
         loss.backward()
         end, cpu_end = time.perf_counter(), time.process_time()

@@ -305,11 +305,16 @@ def attend(
         return _flex(*tensors, layout, see)
     else:
         raise ValueError(f"no attention backend {backend!r}; there are {', '.join(BACKENDS)}")
-    return (
-        checkpoint(run, *tensors, use_reentrant=reentrant, preserve_rng_state=False)
-        if recompute
-        else run(*tensors)
-    )
+    return _perhaps_again(run, tensors, recompute, reentrant)
+
+
+def _perhaps_again(
+    run: Callable[..., torch.Tensor], tensors: tuple, recompute: bool, reentrant: bool
+) -> torch.Tensor:
+    """`run`, and with `recompute` once more in the backward pass. Nothing in it is random."""
+    if not recompute:
+        return run(*tensors)
+    return checkpoint(run, *tensors, use_reentrant=reentrant, preserve_rng_state=False)
 
 
 # --- chunked and split ------------------------------------------------------------------------
@@ -602,11 +607,7 @@ def _gather(q, k_S, v_S, k_N, v_N, layout, see, recompute, reentrant) -> torch.T
         blocks = slice(first, first + GATHER_BLOCKS)
         run = partial(_gather_chunk, layout=layout, blocks=blocks, see=see)
         args = (q[blocks], k_S, v_S, k_N[blocks], v_N[blocks])
-        out.append(
-            checkpoint(run, *args, use_reentrant=reentrant, preserve_rng_state=False)
-            if recompute
-            else run(*args)
-        )
+        out.append(_perhaps_again(run, args, recompute, reentrant))
     return torch.cat(out)
 
 

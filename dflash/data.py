@@ -124,8 +124,8 @@ def _short(
     documents: list[Document],
     rows: int,
     blocks: int,
-    pad_context: int | None,
-    pad_blocks: int | None,
+    pad_context: int,
+    pad_blocks: int,
 ) -> tuple[int, int]:
     """Rows and blocks missing to a constant shape."""
     if rows + 1 > pad_context or blocks > pad_blocks:

@@ -200,21 +200,6 @@ def slot_losses(
         )
 
 
-def head_cross_entropy(
-    hidden_RH: Tensor,
-    head_VH: Tensor,
-    labels_R: Tensor,
-    weights_R: Tensor,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of weight · cross-entropy to given labels over rows, for weights known beforehand.
-
-    Returns (sum [], cross-entropy [R], whether the argmax is the label [R]).
-    """
-    loss_R, _, correct_R = slot_losses(hidden_RH, head_VH, labels_R, chunk)
-    return (weights_R * loss_R).sum(), loss_R.detach(), correct_R
-
-
 def block_loss(
     hidden_NBH: Tensor,
     head_VH: Tensor,

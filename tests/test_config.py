@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash import config
+from dflash import attention, config, drafter
 from dflash.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -310,3 +310,10 @@ def test_train_machine_settings_that_cannot_work_together(machine, text):
     demo["machine"]["train"] = machine
     with pytest.raises(UserError, match=text):
         config.load(demo)
+
+
+def test_settings_name_the_backends_and_modes_that_exist():
+    """Settings know no torch, so they repeat these names."""
+    properties = config.TrainMachine.model_json_schema()["properties"]
+    assert set(properties["attention"]["enum"]) == set(attention.BACKENDS)
+    assert set(properties["checkpointing"]["enum"]) == set(drafter.CHECKPOINTING)
