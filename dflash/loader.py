@@ -16,6 +16,7 @@ Legend: P tokens of a shard · S tokens of a document · N blocks of a document 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -266,7 +267,8 @@ def load(
     with closing(prefetch(jobs, machine.loader_threads, machine.loader_mb << 20)) as packs:
         try:
             for plan in again:
-                yield plan, Timed(itertools.islice(packs, -(-len(plan.places) // size)))
+                count = math.ceil(len(plan.places) / size)
+                yield plan, Timed(next(packs) for _ in range(count))
         finally:
             stop.set()
 

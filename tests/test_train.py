@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from dflash import config, extract, train
-from dflash.data import Stream, frequent_tokens, pack
+from dflash.data import pack
 from dflash.errors import UserError
+from dflash.loader import Stream, frequent_tokens, load
 from dflash.loss import slot_weights
 from dflash.target import (
     load_embedding_and_head,
@@ -78,8 +79,7 @@ def one_gradient(
     settings = drafter_settings(clip=1e9, **training)
     asks_target = config.needs_last_hidden(settings)
     drafter = train.new_drafter(settings, identity).train()
-    stream = Stream(shards, positions, 0, 8, asks_target)
-    documents = [stream.at(i) for i in range(5)]
+    stream = Stream(shards, positions, 0, 8, 4, asks_target, kept=tokens)
     norm = load_final_norm(identity) if asks_target else None
     head = train.Head(*load_embedding_and_head(identity), torch.float32, norm)
     if tokens is not None:
@@ -88,17 +88,15 @@ def one_gradient(
     machine = config.TrainMachine(
         micro_batch=micro_batch, checkpointing=checkpointing, loss_rows=7, **machine or {}
     )
-    row = train.one_step(
-        drafter,
-        optimizer,
-        documents,
-        head,
-        train.weights_of_slots(settings),
-        0,
-        10,
-        settings,
-        machine,
-    )
+    weights = train.weights_of_slots(settings)
+    dtype = train.DTYPES[settings.training.dtype]
+
+    def make(documents, anchors_of):
+        return train.make_pack(documents, anchors_of, weights, drafter, machine, dtype)
+
+    plan = stream.plan(0, 5, weights)
+    ((_, packs),) = load(stream, [plan], machine, make)
+    row = train.one_step(drafter, optimizer, packs, plan.mass, head, 0, 10, settings, machine)
     return row, {n: p.grad for n, p in drafter.named_parameters()}
 
 
@@ -170,11 +168,11 @@ def test_the_targets_own_argmax_is_what_it_answered(with_last):
     """Its answers are greedy, so a shift by one position, or another norm, would show at once."""
     identity, _, shards, positions = with_last
     head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
-    stream = Stream(shards, positions, 0, 8, True)
+    stream = Stream(shards, positions, 0, 8, 4, True)
     same = {-1: [], 0: [], 1: []}
     for i in range(len(stream)):
-        document, chosen = stream.at(i)
-        packed = pack([document], [chosen], slot_weights(4, 2.0))
+        place = stream.place(i)
+        packed = pack([stream.read(place)], [place.anchors_N], slot_weights(4, 2.0))
         on = packed.labels_NB >= 0
         for shift, found in same.items():
             rows = (packed.target_rows_NB[on] + shift).clamp_max(len(packed.last_SH) - 1)
@@ -265,7 +263,7 @@ def test_stopped_and_resumed_equals_undisturbed(with_last, tmp_path, monkeypatch
     for stop in (3, 4, steps - 2):
 
         def dying(*args, stop=stop):
-            if args[5] == stop:
+            if args[5] == stop:  # the step
                 raise KeyboardInterrupt
             return original(*args)
 
@@ -280,7 +278,7 @@ def test_stopped_and_resumed_equals_undisturbed(with_last, tmp_path, monkeypatch
     resumed, again = run(features, tmp_path / "b", settings, machine)
     for name, value in state(straight).items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-    timing = {"seconds_per_step"}
+    timing = {"seconds_per_step", "data_seconds"}
     for a, b in zip(again["history"], facts["history"], strict=True):  # also across the stops
         assert {k: v for k, v in a.items() if k not in timing} == {
             k: v for k, v in b.items() if k not in timing
@@ -377,9 +375,9 @@ def test_reduced_head_gives_the_same_loss_as_the_same_columns(features):
     head = train.Head(embed, head_weight, torch.float32)
     head.reduce(tokens)
     assert torch.equal(head.head_VH, head_weight[torch.from_numpy(tokens)].float())
-    stream = Stream(*features[2:], 0, 8)
-    document, chosen = stream.at(0)
-    packed = pack([document], [chosen], slot_weights(4, 2.0))
+    stream = Stream(*features[2:], 0, 8, 4)
+    place = stream.place(0)
+    packed = pack([stream.read(place)], [place.anchors_N], slot_weights(4, 2.0))
     before = packed.labels_NB.clone()
     lost = head.relabel(packed)
     inside = torch.isin(before, torch.from_numpy(tokens))
