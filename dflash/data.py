@@ -126,11 +126,11 @@ def pack(
 
 def _end_to_end(states: list[np.ndarray], rows: int, pin: bool) -> torch.Tensor:
     """The documents' bf16 bits in one tensor of so many rows, zeros behind them; bfloat16 [S, ...]."""
-    width = math.prod(states[0].shape[1:])
-    out = torch.empty(rows, width, dtype=torch.bfloat16, pin_memory=pin)
-    bits, at = out.view(torch.uint16).numpy(), 0
+    widths = states[0].shape[1:]
+    out = torch.empty(rows, math.prod(widths), dtype=torch.bfloat16, pin_memory=pin)
+    bits, at = out.view(torch.uint16).numpy().reshape(rows, *widths), 0
     for one in states:
-        bits[at : at + len(one)] = one.reshape(len(one), width)
+        bits[at : at + len(one)] = one
         at += len(one)
     bits[at:] = 0
     return out

@@ -10,7 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -95,8 +98,9 @@ def one_gradient(
         return train.make_pack(documents, anchors_of, weights, drafter, machine, dtype)
 
     plan = stream.plan(0, 5, weights)
-    ((_, packs),) = load(stream, [plan], machine, make)
-    row = train.one_step(drafter, optimizer, packs, plan.mass, head, 0, 10, settings, machine)
+    with closing(load(stream, [plan], machine, make)) as loaded:
+        _, packs = next(loaded)
+        row = train.one_step(drafter, optimizer, packs, plan.mass, head, 0, 10, settings, machine)
     return row, {n: p.grad for n, p in drafter.named_parameters()}
 
 
@@ -108,6 +112,67 @@ def test_any_split_of_a_step_gives_the_same_gradient(features):
         assert math.isclose(other["loss"], row["loss"], rel_tol=1e-5)
         for name, grad in whole.items():
             torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_updates_are_those_of_packs_that_are_all_made_first(with_last, tmp_path):
+    """Bit for bit: reading pack by pack, in threads, moves no rounding."""
+    identity, _, shards, positions = with_last
+    loss = {"labels": "soft", "positions": "all", "head_tokens": 60}
+    settings = drafter_settings(max_steps=4, loss=loss)
+    machine = config.TrainMachine(micro_batch=2, loader_threads=3)
+    found, facts = run(with_last, tmp_path / "r", settings, machine)
+
+    drafter = train.new_drafter(settings, identity).train()
+    optimizer = train.make_optimizer(drafter, settings.training)
+    weights = train.weights_of_slots(settings)
+    kept = frequent_tokens(shards, 60, identity.vocab_size, True)
+    head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
+    head.reduce(kept)
+    stream = Stream(shards, positions, 0, 8, 4, True, True)
+    lost = 0
+    for step in range(4):
+        places = [stream.place(step * 5 + i) for i in range(5)]
+        packs = []
+        for i in (0, 2, 4):
+            documents = [stream.read(p) for p in places[i : i + 2]]
+            rows = train.group_rows(drafter, documents, machine, torch.float32)
+            anchors_of = [p.anchors_N for p in places[i : i + 2]]
+            packs.append(pack(documents, anchors_of, weights, rows))
+        lost += sum(map(head.relabel, packs))
+        mass = sum(p.mass for p in packs)
+        optimizer.zero_grad(set_to_none=True)
+        for packed in packs:
+            total, _ = train.pack_loss(drafter, packed, head, settings.training, machine)
+            (total / mass).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(step, 4, settings.training)
+        optimizer.step()
+    assert lost == facts["history"][-1]["labels_outside_head"] > 0
+    for name, value in state(drafter).items():
+        assert torch.equal(value, found.state_dict()[name]), name
+
+
+def test_one_pack_of_a_step_is_in_memory(features, tmp_path, monkeypatch):
+    original, hidden, live = train.pack_loss, [], []
+
+    def counting(drafter, packed, *args):
+        hidden.append(weakref.ref(packed.taps_SD))
+        live.append(sum(ref() is not None for ref in hidden))
+        return original(drafter, packed, *args)
+
+    monkeypatch.setattr(train, "pack_loss", counting)
+    machine = config.TrainMachine(micro_batch=1, loader_threads=0)
+    run(features, tmp_path / "r", drafter_settings(max_steps=2), machine)
+    assert live == [1] * 10
+
+
+def test_waiting_for_data_is_told(features, tmp_path):
+    machine = config.TrainMachine(loader_threads=0)
+    _, facts = run(features, tmp_path / "r", drafter_settings(max_steps=3), machine)
+    (row,) = map(json.loads, (tmp_path / "r/metrics.jsonl").read_text().splitlines())
+    assert 0 < row["data_seconds"] < row["seconds_per_step"]
+    assert 0 < facts["data_share"] < 1
 
 
 def test_padding_to_constant_shapes_changes_no_gradient(features):
@@ -270,6 +335,7 @@ def test_stopped_and_resumed_equals_undisturbed(with_last, tmp_path, monkeypatch
         monkeypatch.setattr(train, "one_step", dying)
         with pytest.raises(KeyboardInterrupt):
             run(features, tmp_path / "b", settings, machine)
+        assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
         kept = [p.name for p in train.checkpoints(tmp_path / "b")]
         assert kept == [f"step-{stop - 1:08d}", f"step-{stop:08d}"]
     monkeypatch.setattr(train, "one_step", original)
