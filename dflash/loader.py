@@ -143,9 +143,8 @@ class Stream:
             )
         self.ids = ids[chosen]
         self.shard, self.row, self.start, self.length = (x[chosen] for x in numbers)
-        self.row_bytes = (
-            2 * shards[0].attributes["hidden_size"] * (len(shards[0].taps) + last_hidden)
-        )
+        widest = max(len(s.taps) for s in shards) + last_hidden
+        self.row_bytes = 2 * shards[0].attributes["hidden_size"] * widest  # as read
         self._orders: dict[int, np.ndarray] = {}
         # What falls out of the cache is freed when the last thread that reads from it is done.
         self._opened = lru_cache(OPEN_SHARDS)(lambda i: copy(shards[i]))
@@ -189,7 +188,10 @@ class Stream:
 
     def read(self, place: Place) -> Document:
         """The document with its hidden states. Raises UserError when the store is damaged there."""
-        document = self._opened(place.shard).read(place.row, self.taps, self.last_hidden)
+        shard = self._opened(place.shard)
+        # Asking for all taps by name would copy the document once more.
+        taps = None if self.taps == list(range(len(shard.taps))) else self.taps
+        document = shard.read(place.row, taps, self.last_hidden)
         if self.everywhere:
             document = replace(document, loss_mask=supervised(document.loss_mask, True))
         return document
