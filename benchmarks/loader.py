@@ -14,7 +14,7 @@ fresh process that takes packs from `dflash.loader` as training does, without co
    states. `waiting` is the share of time without data in a second pass, in which the trainer sleeps
    `TRAIN_SECONDS` a pack, as if a GPU were at work. `ratio` is the peer's seconds a document ÷ ours.
 
-Systems take turns; figures are medians of three rounds. Files are in the page cache.
+Systems take turns; figures are medians. Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -249,6 +249,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scratch", type=Path, help="where to make the temporary folder")
     parser.add_argument(
+        "--rounds", type=int, default=3, help="fresh processes a figure (default 3)"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="10 and 100 shards, 0 and 4 threads, one round"
     )
     parser.add_argument("--json", action="store_true", help="a line a case instead of tables")
@@ -257,7 +260,8 @@ def main() -> int:
     if args.one:
         print(json.dumps(measure(*json.loads(args.one))))
         return 0
-    rounds, documents, trained_packs = (1, 320, 16) if args.quick else (3, 1600, 64)
+    rounds = 1 if args.quick else args.rounds
+    documents, trained_packs = (320, 16) if args.quick else (1600, 64)
 
     def say(row: dict[str, Any], text: str) -> None:
         print(json.dumps(row) if args.json else text, flush=True)
