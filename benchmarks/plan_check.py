@@ -99,7 +99,7 @@ CASES = {
 
 
 def documents_of(s: Shape) -> list:
-    """Documents for the packs of a step, with anchors spread evenly as the plan assumes them."""
+    """Documents with anchors for the packs of a step, spread evenly as the plan assumes them."""
     import numpy as np
 
     from dflash.features import Document
@@ -180,13 +180,24 @@ class Steps:
 
     def run(self, documents: list, step: int) -> None:
         from dflash import train
+        from dflash.data import supervised_slots
+        from dflash.drafter import DTYPES
 
+        size, dtype = self.machine.micro_batch, DTYPES[self.settings.training.dtype]
+        parts = [documents[i : i + size] for i in range(0, len(documents), size)]
+        slots = [supervised_slots(d.loss_mask, a, len(self.weights)).sum(0) for d, a in documents]
+        packs = (
+            train.make_pack(
+                *zip(*part, strict=True), self.weights, self.drafter, self.machine, dtype
+            )
+            for part in parts
+        )
         train.one_step(
             self.drafter,
             self.optimizer,
-            documents,
+            packs,
+            float(sum(slots) @ self.weights.double().numpy()),
             self.head,
-            self.weights,
             step,
             100,
             self.settings,

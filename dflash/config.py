@@ -405,6 +405,19 @@ class TrainMachine(Machine):
     pad_blocks: int | None = Field(
         None, ge=1, description="Pad every pack to so many blocks (with pad_context)."
     )
+    loader_threads: int = Field(
+        2,
+        ge=0,
+        le=64,
+        description="Threads that read and pack documents while training goes on; with 0 it waits for "
+        "each pack (docs/loader.md).",
+    )
+    loader_mb: int = Field(
+        1024,
+        ge=1,
+        description="MiB of documents read ahead at most; a pack counts twice, as read and as packed, and "
+        "the one that is needed next is read in any case.",
+    )
     save_minutes: float = Field(
         10.0, gt=0.0, description="Time between checkpoints (a kill loses at most this)."
     )

@@ -207,8 +207,6 @@ class Step:
         book.take("weights", WIDE * s.weights)
         book.take("optimiser", 2 * WIDE * s.weights)
         self.target()
-        if not self.cuda:  # the packs of a step are all made at its start, in the CPU's memory
-            book.take("batch", s.packs * self.batch_bytes)
         for _ in range(min(s.packs, 2)):
             self.pack()
         # clip_grad_norm_ and the fused AdamW work in place
@@ -232,7 +230,7 @@ class Step:
         """pack_loss and its backward pass."""
         s, book, e, rows = self.s, self.book, self.e, self.rows
         book.phase = "forward"
-        batch = [] if not self.cuda else [book.take("batch", self.batch_bytes)]
+        batch = [book.take("batch", self.batch_bytes)]
         # block_input: embedded in the table's dtype, then float32
         x = [book.take("activations", WIDE * rows * s.hidden)]
         if s.target_dtype != "float32":

@@ -18,6 +18,7 @@ import math
 import shutil
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from dflash import attention, config, data, kernels, loss, target
+from dflash import attention, config, data, kernels, loader, loss, target
 from dflash.drafter import (
     DTYPES,
     Drafter,
@@ -179,7 +180,7 @@ def pack_loss(
         head.embed_VH, pack.anchor_tokens_N.to(device), c.block_size, c.mask_token_id
     ).float()
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        taps = pack.taps_SD.to(device)
+        taps = pack.taps_SD.to(device, non_blocking=True)
         hidden = drafter(
             taps if dtype == torch.bfloat16 else taps.float(),
             block,
@@ -190,7 +191,8 @@ def pack_loss(
         )
     teacher = None
     if kind.labels != "data":
-        teacher = loss.Teacher(pack.last_SH.to(device), pack.target_rows_NB.to(device), head.norm)
+        last = pack.last_SH.to(device, non_blocking=True)
+        teacher = loss.Teacher(last, pack.target_rows_NB.to(device), head.norm)
     return loss.block_loss(
         hidden,
         head.head_VH,
@@ -203,8 +205,31 @@ def pack_loss(
     )
 
 
+def make_pack(
+    documents: list[data.Document],
+    anchors_of: list[np.ndarray],
+    slot_weights: torch.Tensor,
+    drafter: Drafter,
+    machine: config.TrainMachine,
+    dtype: torch.dtype,
+) -> data.Pack:
+    """The documents as `pack_loss` wants them; `dtype` is that of the matrix products."""
+    return data.pack(
+        documents,
+        anchors_of,
+        slot_weights,
+        group_rows(drafter, documents, machine, dtype),
+        machine.pad_context,
+        machine.pad_blocks,
+        pin=next(drafter.parameters()).device.type == "cuda",
+    )
+
+
 def group_rows(
-    drafter: Drafter, documents: list, machine: config.TrainMachine, dtype: torch.dtype
+    drafter: Drafter,
+    documents: list[data.Document],
+    machine: config.TrainMachine,
+    dtype: torch.dtype,
 ) -> int:
     """Slots in one attention group: as set, or as many as the memory target of the device allows."""
     if machine.group_rows is not None:
@@ -212,7 +237,7 @@ def group_rows(
     c = drafter.config
     kind = next(drafter.parameters()).device.type
     limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(kind)
-    longest = max(len(d.input_ids) for d, _ in documents)
+    longest = max(len(d.input_ids) for d in documents)
     return attention.group_rows_within(
         limit,
         min(longest, c.sliding_window or longest),
@@ -342,11 +367,14 @@ def open_features(
     With `last_hidden`, shards without the target's last hidden state are refused too.
     """
     expect = store_identity(identity)
-    shards = [open_shard(Path(m).with_suffix(".zarr"), expect, Path(m)) for m in manifests]
-    positions = [shard.tap_positions(ids) for shard in shards]
-    if last_hidden:
-        for shard in shards:
+    shards, positions = [], []
+    for manifest in manifests:
+        shard = open_shard(Path(manifest).with_suffix(".zarr"), expect, Path(manifest))
+        positions.append(shard.tap_positions(ids))
+        if last_hidden:
             shard.require_last_hidden()
+        shard.close()  # checked; there may be thousands
+        shards.append(shard)
     if any(p != positions[0] for p in positions):
         raise UserError("the feature shards hold different taps; run extract again")
     return shards, positions[0]
@@ -380,17 +408,27 @@ def train(
     training, dtype = settings.training, DTYPES[settings.training.dtype]
     asks_target = config.needs_last_hidden(settings)
     everywhere = training.loss.positions == "all"
-    stream = data.Stream(
-        shards, positions, training.seed, training.anchors_per_document, asks_target, everywhere
+    kept = None
+    if training.loss.head_tokens:
+        kept = loader.frequent_tokens(
+            shards, training.loss.head_tokens, identity.vocab_size, everywhere
+        )
+    stream = loader.Stream(
+        shards,
+        positions,
+        training.seed,
+        training.anchors_per_document,
+        settings.block_size,
+        asks_target,
+        everywhere,
+        kept,
     )
-    unusable = stream.drop_unusable()
     steps = total_steps(len(stream), training)
     embed, head_weight = target.load_embedding_and_head(identity)
     norm = target.load_final_norm(identity, trust_remote_code) if asks_target else None
     head = Head(embed.to(device), head_weight.to(device), dtype, norm)
-    if training.loss.head_tokens:
-        kept = training.loss.head_tokens
-        head.reduce(data.frequent_tokens(shards, kept, identity.vocab_size, everywhere))
+    if kept is not None:
+        head.reduce(kept)
     slot_weights = weights_of_slots(settings)
 
     drafter = new_drafter(settings, identity, trust_remote_code).to(device).train()
@@ -403,7 +441,7 @@ def train(
         f"weights on {device}, {settings.training.dtype}"
     )
     print(
-        f"data: {len(stream)} documents ({unusable} without a block left out, {stream.repeated} "
+        f"data: {len(stream)} documents ({stream.unusable} without a block left out, {stream.repeated} "
         f"repeated), {steps} steps of {training.documents_per_step} documents x up to "
         f"{training.anchors_per_document} blocks; head over {head.head_VH.shape[0]:,} tokens"
         + (f"; going on from step {first}" if first else "")
@@ -426,17 +464,32 @@ def train(
 
     terminated = []
     previous = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    plans = (
+        stream.plan(step, training.documents_per_step, slot_weights) for step in range(first, steps)
+    )
+    loaded = loader.load(
+        stream,
+        plans,
+        machine,
+        lambda documents, anchors_of: make_pack(
+            documents, anchors_of, slot_weights, drafter, machine, dtype
+        ),
+    )
     saved = begun = time.monotonic()
+    waited = 0.0
     bar = progress(desc="train", total=steps, initial=first, unit="steps")
     try:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(run), purge_step=first + 1)
         log = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed below)
-        for step, documents in stream.steps(first, steps, training.documents_per_step):
+        for plan, packs in loaded:
+            step = plan.step
             row = one_step(
-                drafter, optimizer, documents, head, slot_weights, step, steps, settings, machine
+                drafter, optimizer, packs, plan.mass, head, step, steps, settings, machine
             )
+            row["data_seconds"] = packs.seconds
+            waited += packs.seconds
             for key, value in row.items():
                 sums[key] = sums.get(key, 0.0) + value
             bar.update()
@@ -449,6 +502,7 @@ def train(
                 bar.set_postfix(
                     loss=f"{entry['loss']:.3f}",
                     accepted=entry["accepted_by_position"],
+                    data=f"{waited / (time.monotonic() - begun):.1%}",
                     refresh=False,
                 )
                 sums = {}
@@ -459,17 +513,22 @@ def train(
             if terminated and step + 1 < steps:
                 raise Interrupted
     finally:
+        loaded.close()
         bar.close()
         signal.signal(signal.SIGTERM, previous)
+    spent = max(time.monotonic() - begun, 1e-9)
     writer.close()
     log.close()
     facts = {
         "steps": steps,
         "documents": len(stream),
-        "documents_without_block": unusable,
+        "documents_without_block": stream.unusable,
         "documents_repeated": stream.repeated,
         "head_tokens": head.head_VH.shape[0],
         "weights": sum(p.numel() for p in drafter.parameters()),
+        "data_share": round(
+            waited / spent, 4
+        ),  # of the time since this process took its first step
         "history": history,
     }
     return drafter, facts
@@ -478,54 +537,41 @@ def train(
 def one_step(
     drafter: Drafter,
     optimizer: torch.optim.Optimizer,
-    documents: list,
+    packs: Iterable[data.Pack],
+    mass: float,
     head: Head,
-    slot_weights: torch.Tensor,
     step: int,
     steps: int,
     settings: config.Drafter,
     machine: config.TrainMachine,
 ) -> dict[str, float]:
-    """One optimiser step over some documents, in micro-batches. Returns sums for the log.
+    """One optimiser step over some packs. Returns sums for the log.
 
     The loss is divided by the weight mass of the whole step (see `dflash.loss`), which is known
-    before the first forward pass, so that micro-batches of any size give the same gradient up to
-    rounding.
+    before the first pack is made, so that packs of any size give the same gradient up to rounding
+    and need not be there together.
     """
     training = settings.training
-    packs, lost = [], 0
-    for i in range(0, len(documents), machine.micro_batch):
-        part = documents[i : i + machine.micro_batch]
-        packed = data.pack(
-            [d for d, _ in part],
-            [a for _, a in part],
-            slot_weights,
-            group_rows(drafter, part, machine, DTYPES[training.dtype]),
-            machine.pad_context,
-            machine.pad_blocks,
-        )
-        lost += head.relabel(packed)
-        packs.append(packed)
-    mass = sum(p.mass for p in packs)
-    if mass == 0:  # possible only with a reduced head
-        packs = []
     optimizer.zero_grad(set_to_none=True)
-    loss_sum, accepted, blocks = 0.0, 0, 0
-    while packs:  # each let go of after its backward, with its masks
-        packed = packs.pop(0)
-        total, correct = pack_loss(drafter, packed, head, training, machine)
-        (total / mass).backward()
-        loss_sum += float(total.detach())
-        accepted += int(accepted_by_position(correct[: packed.real_blocks]).sum())
-        blocks += packed.real_blocks
-        del packed, total, correct
+    loss_sum, accepted, blocks, tokens, lost, sample_ids = 0.0, 0, 0, 0, 0, []
+    for packed in packs:
+        lost += head.relabel(packed)
+        tokens += packed.real_rows
+        sample_ids += packed.sample_ids
+        if mass:  # 0 is possible only with a reduced head
+            total, correct = pack_loss(drafter, packed, head, training, machine)
+            (total / mass).backward()
+            loss_sum += float(total.detach())
+            accepted += int(accepted_by_position(correct[: packed.real_blocks]).sum())
+            blocks += packed.real_blocks
+            del total, correct
+        del packed  # with its masks, before the next one comes
     learned = blocks > 0
     norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if learned else 0.0
     if not math.isfinite(loss_sum) or not math.isfinite(norm):
-        ids = ", ".join(d.sample_id for d, _ in documents)
         raise UserError(
             f"step {step}: the loss or its gradient is not finite (loss {loss_sum}, gradient norm "
-            f"{norm}; samples {ids}); lower training.lr or check these samples' features"
+            f"{norm}; samples {', '.join(sample_ids)}); lower training.lr or check these samples' features"
         )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, steps, training)
@@ -537,7 +583,7 @@ def one_step(
         "accepted": accepted,
         "blocks": blocks,
         "gradient_norm": norm,
-        "tokens": sum(len(d.input_ids) for d, _ in documents),
+        "tokens": tokens,
         "outside_head": lost,
         "count": 1,
     }
@@ -552,7 +598,10 @@ def report_line(
     begun: float,
     first: int,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl: averages over the steps since the last line."""
+    """One line of metrics.jsonl: averages over the steps since the last line.
+
+    `data_seconds` is how long a step waited for its packs; `seconds_per_step` is since `begun`.
+    """
     return {
         "step": step,
         "epoch": round(step * training.documents_per_step / len(stream), 3),
@@ -563,6 +612,7 @@ def report_line(
         "tokens": sums["tokens"],
         "labels_outside_head": sums["outside_head"],
         "seconds_per_step": round((time.monotonic() - begun) / (step - first), 4),
+        "data_seconds": round(sums["data_seconds"] / sums["count"], 4),
     }
 
 
@@ -619,7 +669,8 @@ def main(argv: list[str] | None) -> None:
     last = facts["history"][-1] if facts["history"] else {}
     print(
         f"trained {args.name}: {facts['steps']} steps, loss {last.get('loss')}, accepted by position "
-        f"{last.get('accepted_by_position')}; in {args.out}"
+        f"{last.get('accepted_by_position')}; waited for data {facts['data_share']:.1%} of the time; "
+        f"in {args.out}"
     )
 
 

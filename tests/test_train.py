@@ -10,15 +10,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 
 from dflash import config, extract, train
-from dflash.data import Stream, frequent_tokens, pack
+from dflash.data import pack
 from dflash.errors import UserError
+from dflash.loader import Stream, frequent_tokens, load
 from dflash.loss import slot_weights
 from dflash.target import (
     load_embedding_and_head,
@@ -78,8 +82,7 @@ def one_gradient(
     settings = drafter_settings(clip=1e9, **training)
     asks_target = config.needs_last_hidden(settings)
     drafter = train.new_drafter(settings, identity).train()
-    stream = Stream(shards, positions, 0, 8, asks_target)
-    documents = [stream.at(i) for i in range(5)]
+    stream = Stream(shards, positions, 0, 8, 4, asks_target, kept=tokens)
     norm = load_final_norm(identity) if asks_target else None
     head = train.Head(*load_embedding_and_head(identity), torch.float32, norm)
     if tokens is not None:
@@ -88,17 +91,16 @@ def one_gradient(
     machine = config.TrainMachine(
         micro_batch=micro_batch, checkpointing=checkpointing, loss_rows=7, **machine or {}
     )
-    row = train.one_step(
-        drafter,
-        optimizer,
-        documents,
-        head,
-        train.weights_of_slots(settings),
-        0,
-        10,
-        settings,
-        machine,
-    )
+    weights = train.weights_of_slots(settings)
+    dtype = train.DTYPES[settings.training.dtype]
+
+    def make(documents, anchors_of):
+        return train.make_pack(documents, anchors_of, weights, drafter, machine, dtype)
+
+    plan = stream.plan(0, 5, weights)
+    with closing(load(stream, [plan], machine, make)) as loaded:
+        _, packs = next(loaded)
+        row = train.one_step(drafter, optimizer, packs, plan.mass, head, 0, 10, settings, machine)
     return row, {n: p.grad for n, p in drafter.named_parameters()}
 
 
@@ -110,6 +112,67 @@ def test_any_split_of_a_step_gives_the_same_gradient(features):
         assert math.isclose(other["loss"], row["loss"], rel_tol=1e-5)
         for name, grad in whole.items():
             torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_updates_are_those_of_packs_that_are_all_made_first(with_last, tmp_path):
+    """Bit for bit: reading pack by pack, in threads, moves no rounding."""
+    identity, _, shards, positions = with_last
+    loss = {"labels": "soft", "positions": "all", "head_tokens": 60}
+    settings = drafter_settings(max_steps=4, loss=loss)
+    machine = config.TrainMachine(micro_batch=2, loader_threads=3)
+    found, facts = run(with_last, tmp_path / "r", settings, machine)
+
+    drafter = train.new_drafter(settings, identity).train()
+    optimizer = train.make_optimizer(drafter, settings.training)
+    weights = train.weights_of_slots(settings)
+    kept = frequent_tokens(shards, 60, identity.vocab_size, True)
+    head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
+    head.reduce(kept)
+    stream = Stream(shards, positions, 0, 8, 4, True, True)
+    lost = 0
+    for step in range(4):
+        places = [stream.place(step * 5 + i) for i in range(5)]
+        packs = []
+        for i in (0, 2, 4):
+            documents = [stream.read(p) for p in places[i : i + 2]]
+            rows = train.group_rows(drafter, documents, machine, torch.float32)
+            anchors_of = [p.anchors_N for p in places[i : i + 2]]
+            packs.append(pack(documents, anchors_of, weights, rows))
+        lost += sum(map(head.relabel, packs))
+        mass = sum(p.mass for p in packs)
+        optimizer.zero_grad(set_to_none=True)
+        for packed in packs:
+            total, _ = train.pack_loss(drafter, packed, head, settings.training, machine)
+            (total / mass).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(step, 4, settings.training)
+        optimizer.step()
+    assert lost == facts["history"][-1]["labels_outside_head"] > 0
+    for name, value in state(drafter).items():
+        assert torch.equal(value, found.state_dict()[name]), name
+
+
+def test_one_pack_of_a_step_is_in_memory(features, tmp_path, monkeypatch):
+    original, hidden, live = train.pack_loss, [], []
+
+    def counting(drafter, packed, *args):
+        hidden.append(weakref.ref(packed.taps_SD))
+        live.append(sum(ref() is not None for ref in hidden))
+        return original(drafter, packed, *args)
+
+    monkeypatch.setattr(train, "pack_loss", counting)
+    machine = config.TrainMachine(micro_batch=1, loader_threads=0)
+    run(features, tmp_path / "r", drafter_settings(max_steps=2), machine)
+    assert live == [1] * 10
+
+
+def test_waiting_for_data_is_told(features, tmp_path):
+    machine = config.TrainMachine(loader_threads=0)
+    _, facts = run(features, tmp_path / "r", drafter_settings(max_steps=3), machine)
+    (row,) = map(json.loads, (tmp_path / "r/metrics.jsonl").read_text().splitlines())
+    assert 0 < row["data_seconds"] < row["seconds_per_step"]
+    assert 0 < facts["data_share"] < 1
 
 
 def test_padding_to_constant_shapes_changes_no_gradient(features):
@@ -170,11 +233,11 @@ def test_the_targets_own_argmax_is_what_it_answered(with_last):
     """Its answers are greedy, so a shift by one position, or another norm, would show at once."""
     identity, _, shards, positions = with_last
     head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
-    stream = Stream(shards, positions, 0, 8, True)
+    stream = Stream(shards, positions, 0, 8, 4, True)
     same = {-1: [], 0: [], 1: []}
     for i in range(len(stream)):
-        document, chosen = stream.at(i)
-        packed = pack([document], [chosen], slot_weights(4, 2.0))
+        place = stream.place(i)
+        packed = pack([stream.read(place)], [place.anchors_N], slot_weights(4, 2.0))
         on = packed.labels_NB >= 0
         for shift, found in same.items():
             rows = (packed.target_rows_NB[on] + shift).clamp_max(len(packed.last_SH) - 1)
@@ -265,13 +328,14 @@ def test_stopped_and_resumed_equals_undisturbed(with_last, tmp_path, monkeypatch
     for stop in (3, 4, steps - 2):
 
         def dying(*args, stop=stop):
-            if args[5] == stop:
+            if args[5] == stop:  # the step
                 raise KeyboardInterrupt
             return original(*args)
 
         monkeypatch.setattr(train, "one_step", dying)
         with pytest.raises(KeyboardInterrupt):
             run(features, tmp_path / "b", settings, machine)
+        assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
         kept = [p.name for p in train.checkpoints(tmp_path / "b")]
         assert kept == [f"step-{stop - 1:08d}", f"step-{stop:08d}"]
     monkeypatch.setattr(train, "one_step", original)
@@ -280,7 +344,7 @@ def test_stopped_and_resumed_equals_undisturbed(with_last, tmp_path, monkeypatch
     resumed, again = run(features, tmp_path / "b", settings, machine)
     for name, value in state(straight).items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-    timing = {"seconds_per_step"}
+    timing = {"seconds_per_step", "data_seconds"}
     for a, b in zip(again["history"], facts["history"], strict=True):  # also across the stops
         assert {k: v for k, v in a.items() if k not in timing} == {
             k: v for k, v in b.items() if k not in timing
@@ -377,9 +441,9 @@ def test_reduced_head_gives_the_same_loss_as_the_same_columns(features):
     head = train.Head(embed, head_weight, torch.float32)
     head.reduce(tokens)
     assert torch.equal(head.head_VH, head_weight[torch.from_numpy(tokens)].float())
-    stream = Stream(*features[2:], 0, 8)
-    document, chosen = stream.at(0)
-    packed = pack([document], [chosen], slot_weights(4, 2.0))
+    stream = Stream(*features[2:], 0, 8, 4)
+    place = stream.place(0)
+    packed = pack([stream.read(place)], [place.anchors_N], slot_weights(4, 2.0))
     before = packed.labels_NB.clone()
     lost = head.relabel(packed)
     inside = torch.isin(before, torch.from_numpy(tokens))

@@ -1,0 +1,313 @@
+"""The documents of training in their order, from any number of shards, read ahead by threads.
+
+The training stream is the documents of epoch 0 in an order drawn from (seed, 0), then those of epoch
+1, and so on; step t takes the next `documents_per_step` of them. A step is therefore a function of
+(settings, features, t) alone: a resumed run needs to know nothing but t, and neither threads, ranks
+nor the way documents lie in shards have a say.
+
+A step's loss is divided by the weights of all its slots (see `dflash.loss`). They follow from loss
+masks and anchors, so these masks are kept, a bit a token, and hidden states are read only pack by
+pack. In memory are the pack in training, those read ahead (`machine.train.loader_mb`), an index of
+some 50 bytes a document, and the small arrays of at most `OPEN_SHARDS` shards.
+
+Legend: P tokens of a shard · S tokens of a document · N blocks of a document · B slots of a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from threading import Event
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from dflash import anchors, config
+from dflash.data import Document, Pack, supervised_slots
+from dflash.errors import UserError
+
+OPEN_SHARDS = 32  # each holds its small arrays, some bytes a token
+AHEAD = 2  # packs a thread has read ahead or is reading: one is enough to hide a slow document
+T = TypeVar("T")
+
+
+class Shards(Protocol):
+    """A feature shard. A copy of it has read nothing yet, and is free of what the original reads."""
+
+    sample_ids: list[str]
+    lengths: np.ndarray  # tokens of each document
+    taps: list[int]
+    attributes: dict[str, Any]  # `hidden_size` of them
+
+    def read(
+        self, i: int, taps: list[int] | None = None, last_hidden: bool = False
+    ) -> Document: ...
+
+    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids int32 [P], loss_mask bool [P]."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a document of the stream lies, and its blocks in that epoch."""
+
+    sample_id: str
+    shard: int
+    row: int
+    length: int  # S
+    anchors_N: np.ndarray  # int64
+    slots_B: np.ndarray  # int64; how many of its slots teach something, by their number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One optimiser step, before any hidden state is read."""
+
+    step: int
+    mass: float  # sum of the weights of all its slots, on all ranks
+    places: list[Place]  # what this rank reads
+
+
+class Stream:
+    """The endless, deterministic sequence of training documents.
+
+    Looks once at all tokens and loss masks, one shard at a time. A sample that several shards hold
+    counts once (`repeated` says how many more there are). Documents that can hold no anchor (a
+    response of fewer than two tokens) are left out (`unusable` says how many).
+
+    Args:
+        shards: feature shards, in an order that does not change between runs.
+        taps: positions of the wanted taps in the stores.
+        seed: seed of document order and anchors.
+        anchors_per_document: most blocks of a document in one epoch.
+        block: slots of a block, B.
+        last_hidden: read the target's last hidden state too.
+        everywhere: draw and supervise blocks in prompts too, not only in responses.
+        kept: ids of the tokens that the head still has (default: all); slots with others teach
+            nothing.
+    Raises UserError when no document can hold a block.
+    """
+
+    def __init__(
+        self,
+        shards: list[Shards],
+        taps: list[int],
+        seed: int,
+        anchors_per_document: int,
+        block: int,
+        last_hidden: bool = False,
+        everywhere: bool = False,
+        kept: np.ndarray | None = None,
+    ):
+        self.taps, self.seed, self.everywhere = taps, seed, everywhere
+        self.anchors_per_document, self.last_hidden = anchors_per_document, last_hidden
+        self.block = block
+        # All that grows with the corpus: a bit a token (two with `kept`), and numbers a document.
+        self.masks: list[np.ndarray] = []  # [P / 8] a shard, where blocks may begin
+        self.learned: list[np.ndarray] = []  # [P / 8] a shard, where slots teach something
+        columns = []
+        for number, shard in enumerate(shards):
+            shard = copy(shard)
+            ids_P, mask_P = shard.tokens()
+            lengths = np.asarray(shard.lengths, np.int32)
+            starts = np.cumsum(lengths, dtype=np.int64) - lengths
+            masks = [supervised(m, everywhere) for m in np.split(mask_P, starts[1:])]
+            mask_P = np.concatenate(masks)
+            self.masks.append(np.packbits(mask_P))
+            teaches_P = mask_P if kept is None else mask_P & np.isin(ids_P, kept)
+            self.learned.append(self.masks[-1] if kept is None else np.packbits(teaches_P))
+            usable = np.array([len(anchors.candidates(m)) > 0 for m in masks])
+            where = np.full(len(lengths), number, np.int32), np.arange(len(lengths), dtype=np.int32)
+            columns.append((np.array(shard.sample_ids, "S"), *where, starts, lengths, usable))
+        ids, *numbers, usable = map(np.concatenate, zip(*columns, strict=True))
+        # Sorted by id, so that the order does not depend on how documents lie in shards.
+        order = np.argsort(ids, kind="stable")
+        final = np.append(ids[order][1:] != ids[order][:-1], True)
+        chosen = order[final]
+        self.repeated = len(ids) - len(chosen)
+        self.unusable = int(len(chosen) - usable[chosen].sum())
+        chosen = chosen[usable[chosen]]
+        if not len(chosen):
+            raise UserError(
+                f"the features hold no supervised block: all {self.unusable} documents have responses "
+                "of fewer than two tokens; raise regenerate.max_new_tokens or check the prompts"
+            )
+        self.ids = ids[chosen]
+        self.shard, self.row, self.start, self.length = (x[chosen] for x in numbers)
+        widest = max(len(s.taps) for s in shards) + last_hidden
+        self.row_bytes = 2 * shards[0].attributes["hidden_size"] * widest  # as read
+        self._orders: dict[int, np.ndarray] = {}
+        # What falls out of the cache is freed when the last thread that reads from it is done.
+        self._opened = lru_cache(OPEN_SHARDS)(lambda i: copy(shards[i]))
+
+    def __len__(self) -> int:
+        """Documents in one epoch."""
+        return len(self.ids)
+
+    def place(self, position: int) -> Place:
+        """Document number `position` of the stream."""
+        epoch, i = divmod(position, len(self))
+        if epoch not in self._orders:
+            self._orders = {epoch: anchors.permutation(len(self), "documents", self.seed, epoch)}
+        i = self._orders[epoch][i]
+        shard, start, length = int(self.shard[i]), int(self.start[i]), int(self.length[i])
+        sample_id = self.ids[i].decode()
+        mask_S = _bits(self.masks[shard], start, length)
+        chosen_N = anchors.choose(mask_S, self.anchors_per_document, self.seed, epoch, sample_id)
+        slots_NB = supervised_slots(_bits(self.learned[shard], start, length), chosen_N, self.block)
+        return Place(sample_id, shard, int(self.row[i]), length, chosen_N, slots_NB.sum(0))
+
+    def plan(
+        self,
+        step: int,
+        documents_per_step: int,
+        slot_weights_B: torch.Tensor,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Plan:
+        """Step number `step`, of which each of `world` ranks reads a run of its own.
+
+        The ranks' documents, one rank after the other, are those of one rank alone. Counting slots
+        before weighing them makes the mass the same however a step is split.
+        """
+        begin = step * documents_per_step
+        places = [self.place(p) for p in range(begin, begin + documents_per_step)]
+        slots_B = sum(p.slots_B for p in places)
+        ends = [r * documents_per_step // world for r in (rank, rank + 1)]
+        mass = float(slots_B @ slot_weights_B.double().numpy())
+        return Plan(step, mass, places[slice(*ends)])
+
+    def read(self, place: Place) -> Document:
+        """The document with its hidden states. Raises UserError when the store is damaged there."""
+        shard = self._opened(place.shard)
+        # Asking for all taps by name would copy the document once more.
+        taps = None if self.taps == list(range(len(shard.taps))) else self.taps
+        document = shard.read(place.row, taps, self.last_hidden)
+        if self.everywhere:
+            document = replace(document, loss_mask=supervised(document.loss_mask, True))
+        return document
+
+
+def _bits(packed: np.ndarray, start: int, length: int) -> np.ndarray:
+    """`length` bits from number `start`; bool [length]."""
+    first = start % 8
+    part = packed[start // 8 : (start + length + 7) // 8]
+    return np.unpackbits(part, count=first + length)[first:].view(bool)
+
+
+def supervised(loss_mask_S: np.ndarray, everywhere: bool) -> np.ndarray:
+    """Where a document's tokens may be learned: its response, or all but its first token."""
+    return np.arange(len(loss_mask_S)) > 0 if everywhere else loss_mask_S
+
+
+def frequent_tokens(
+    shards: list[Shards], count: int, vocab_size: int, everywhere: bool = False
+) -> np.ndarray:
+    """Ids of the `count` most frequent supervised tokens, ties to the smaller id; sorted int64."""
+    seen = np.zeros(vocab_size, np.int64)
+    for shard in shards:
+        ids, mask = copy(shard).tokens()
+        seen += np.bincount(ids if everywhere else ids[mask], minlength=vocab_size)
+    order = np.argsort(-seen, kind="stable")[:count]
+    return np.sort(order[seen[order] > 0])
+
+
+class Timed(Iterator[T]):
+    """An iterator that knows for how many seconds it was waited for."""
+
+    def __init__(self, items: Iterator[T]):
+        self.items, self.seconds = items, 0.0
+
+    def __next__(self) -> T:
+        begun = time.perf_counter()
+        try:
+            return next(self.items)
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+
+def load(
+    stream: Stream,
+    plans: Iterable[Plan],
+    machine: config.TrainMachine,
+    make: Callable[[list[Document], list[np.ndarray]], Pack],
+) -> Iterator[tuple[Plan, Timed[Pack]]]:
+    """Each step with its packs of `machine.micro_batch` documents, which threads read and `make` ahead.
+
+    A step's packs have to be used up before the next step is asked for. A pack counts twice against
+    `machine.loader_mb` until it is handed over: its documents as read, and laid end to end. Close
+    the generator to end the threads (each after the document that it is reading). An error in a
+    thread is raised where its pack is asked for.
+    """
+    stop = Event()
+    size = machine.micro_batch
+
+    def job(part: list[Place]) -> Pack:
+        documents = []
+        for place in part:
+            if stop.is_set():
+                raise CancelledError
+            documents.append(stream.read(place))
+        return make(documents, [p.anchors_N for p in part])
+
+    def cost(part: list[Place]) -> int:
+        rows = sum(p.length for p in part)
+        return (rows + max(rows, machine.pad_context or 0)) * stream.row_bytes
+
+    plans, again = itertools.tee(plans)
+    parts = (p.places[i : i + size] for p in plans for i in range(0, len(p.places), size))
+    jobs = ((cost(part), partial(job, part)) for part in parts)
+    with closing(prefetch(jobs, machine.loader_threads, machine.loader_mb << 20)) as packs:
+        try:
+            for plan in again:
+                count = math.ceil(len(plan.places) / size)
+                yield plan, Timed(next(packs) for _ in range(count))
+        finally:
+            stop.set()
+
+
+def prefetch(jobs: Iterable[tuple[int, Callable[[], T]]], threads: int, limit: int) -> Iterator[T]:
+    """Results of (cost, job) in order, made ahead by threads (0: when they are asked for).
+
+    What is being made or waits to be taken costs at most `limit`, but for a job that alone costs more.
+    """
+    if threads == 0:
+        for _, job in jobs:
+            yield job()
+        return
+    jobs, held = iter(jobs), 0
+    upcoming = next(jobs, None)
+    ahead: deque[tuple[int, Future[T]]] = deque()
+    pool = ThreadPoolExecutor(threads, "loader")
+
+    def fill() -> None:
+        nonlocal upcoming, held
+        while (
+            upcoming is not None
+            and len(ahead) < AHEAD * threads
+            and (not ahead or held + upcoming[0] <= limit)
+        ):
+            cost, job = upcoming
+            ahead.append((cost, pool.submit(job)))
+            held += cost
+            upcoming = next(jobs, None)
+
+    try:
+        fill()
+        while ahead:
+            cost, future = ahead.popleft()
+            wait([future])
+            held -= cost
+            fill()  # threads go on while the caller works
+            yield future.result()  # kept by the future only, which the next turn lets go of
+    finally:
+        pool.shutdown(cancel_futures=True)
