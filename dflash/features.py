@@ -371,6 +371,11 @@ class ShardWriter:
                     self.arrays["token_scale"].append(token)
                     self.arrays["channel_scale"].append(channel[None])
                     bits = dequantise(q, token, channel)
+                    if nonfinite(bits):  # within half a step of the largest number
+                        raise UserError(
+                            f"{self.path}: hidden states close to the largest bf16 number, which int8 "
+                            "cannot keep; set `extract.codec: compact`"
+                        )
                 else:
                     self.arrays[name].append(bits)
                 self.crc32c[name] = _crc32c(self.crc32c[name], bits)
@@ -674,14 +679,14 @@ class Shard:
         With `last_hidden`, also with that. Raises UserError when it is not stored, and when anything
         stored is damaged or missing; nothing is ever substituted.
         """
-        span = self._span(i)
+        span, sample_id = self._span(i), self._sample_id(i)
         hidden = self._states("hidden", span.start, span.stop)
         last = None
         if last_hidden:
             self.require_last_hidden()
             last = self._states("last_hidden", span.start, span.stop)
         return Document(
-            self._sample_id(i),
+            sample_id,
             self._part("input_ids", span),
             self._part("loss_mask", span),
             hidden if taps is None else hidden[:, list(taps)],
@@ -710,15 +715,20 @@ class Shard:
 
     def _rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         array = self._array(name)
+        token = None if stop is None else start  # of the whole array, no one document is wrong
+        if name == "channel_scale":
+            token = start * self._array("hidden").form.chunk
         try:
             return array.read(start, array.form.rows if stop is None else stop)
         except zarr3.Damage as e:
-            raise self._damaged(f"{name}: {e}", start=start) from None
+            raise self._damaged(f"{name}: {e}", token) from None
         except FileNotFoundError as e:
-            raise self._damaged(f"{e.filename} is missing", start=start) from None
+            if not self._folder.is_at(self.path):
+                raise self._replaced() from None
+            raise self._damaged(f"{e.filename} is missing", token) from None
         except OSError as e:
             if e.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR):
-                raise self._damaged(f"{name}: {e.strerror}", start=start) from None
+                raise self._damaged(f"{name}: {e.strerror}", token) from None
             raise _unreadable(self.path, e) from None
 
     def _array(self, name: str) -> zarr3.ArrayReader:
@@ -737,18 +747,23 @@ class Shard:
         folder = _open_folder(self.path)
         # It may be opened long after its attributes were read, and in another process.
         if _json(self.path, folder, "zarr.json").get("attributes") != self.attributes:
-            raise UserError(
-                f"{self.path}: another shard took its place since it was opened; start again"
-            )
+            raise self._replaced()
         return folder
 
-    def _damaged(self, what: str, i: int | None = None, start: int = 0) -> UserError:
-        """An error that names the document `i`, or the one with token `start`."""
-        offsets = self.__dict__.get("offsets")
-        if i is None and offsets is not None:
-            i = int(np.searchsorted(offsets, start, side="right")) - 1
-        ids = self.__dict__.get("sample_ids")
-        where = "" if i is None else f" document {i}" + (f" (sample {ids[i]})" if ids else "") + ":"
+    def _replaced(self) -> UserError:
+        return UserError(
+            f"{self.path}: was removed or replaced since it was opened; start again with what is there"
+        )
+
+    def _damaged(self, what: str, token: int | None = None) -> UserError:
+        """An error that names the document of the token at a row."""
+        offsets, i = self.__dict__.get("offsets"), None
+        if token is not None and offsets is not None:
+            i = int(np.searchsorted(offsets, token, side="right")) - 1
+        where = "" if i is None else f" document {i}:"
+        ids = self.__dict__.get("_id_bytes")
+        if i is not None and ids is not None:
+            where = f" document {i} (sample {ids[i].tobytes().decode('latin-1')}):"
         return _damage(self.path, f"{where} {what}".strip())
 
 
@@ -909,7 +924,7 @@ def verify(path: str | Path) -> dict[str, Any]:
                 rows = shard._states(name, start, end)
                 if nonfinite(rows):
                     token = start + int(np.argwhere((rows & EXPONENT) == EXPONENT)[0, 0])
-                    raise shard._damaged(f"{name} has a value that is not finite", start=token)
+                    raise shard._damaged(f"{name} has a value that is not finite", token)
                 crc32c[name] = _crc32c(crc32c[name], rows)
             bar.update(end - start)
     content = _content_sha256(

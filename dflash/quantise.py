@@ -12,35 +12,50 @@ No scale is shared between taps. On the demo's features the error of a token is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 STEPS = 127  # -128 is never made: it is the fill value
-BLOCK_BYTES = 1 << 20  # of float32 temporaries, which then stay in the cache
+BLOCK_BYTES = 1 << 18  # of float32 at a time, which stay in a core's cache
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def quantise(bits_CTH: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int8 [C, T, H], float32 token scales [C, T] and channel scales [T, H] of finite bf16 bits."""
-    x_CTH = widen(bits_CTH)
-    with np.errstate(over="ignore"):  # the norm may be infinite: then only the tokens are scaled
-        norm_CT = np.sqrt(np.einsum("cth,cth->ct", x_CTH, x_CTH) / x_CTH.shape[-1])
-    size_CTH = np.abs(x_CTH)
-    channel_TH = _or_one((size_CTH / _or_one(norm_CT)[..., None]).max(0))
-    size_CTH /= channel_TH
-    token_CT = _or_one(size_CTH.max(-1) / np.float32(STEPS))
-    x_CTH /= channel_TH
-    x_CTH /= token_CT[..., None]
-    return np.rint(x_CTH).clip(-STEPS, STEPS).astype(np.int8), token_CT, channel_TH
+    """int8 [C, T, H], float32 token scales [C, T] and channel scales [T, H] of finite bf16 bits.
+
+    Values close to the largest of bf16 (3.4e38) may come back as NaN or infinity.
+    """
+    channels, taps = bits_CTH.shape[2], bits_CTH.shape[1]
+    channel_TH = np.zeros((taps, channels), np.float32)
+    for rows in _blocks(bits_CTH):
+        x = _widen(bits_CTH[rows])
+        norm = np.sqrt(np.einsum("cth,cth->ct", x, x) / np.float32(channels))
+        np.abs(x, out=x)
+        x /= np.where(norm > 0, norm, np.float32(np.inf))[
+            ..., None
+        ]  # zeros say nothing of channels
+        np.maximum(channel_TH, x.max(0), out=channel_TH)
+    channel_TH = _or_one(channel_TH)
+    token_CT = np.empty(bits_CTH.shape[:2], np.float32)
+    q_CTH = np.empty(bits_CTH.shape, np.int8)
+    for rows in _blocks(bits_CTH):
+        x = _widen(bits_CTH[rows])
+        x /= channel_TH
+        token_CT[rows] = _or_one(np.abs(x).max(-1) / np.float32(STEPS))
+        x /= token_CT[rows, :, None]
+        np.rint(x, out=q_CTH[rows], casting="unsafe")
+    return q_CTH, token_CT, channel_TH
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def dequantise(q_STH: np.ndarray, token_ST: np.ndarray, channel_TH: np.ndarray) -> np.ndarray:
     """uint16 [S, T, H], bf16 bits; float32 products, rounded half away from zero.
 
     Nothing but single products of float32, so every machine gives the same bits.
     """
     bits_STH = np.empty(q_STH.shape, np.uint16)
-    step = max(1, BLOCK_BYTES // (4 * channel_TH.size))
-    for s in range(0, len(q_STH), step):
-        rows = slice(s, s + step)
+    for rows in _blocks(q_STH):
         x = np.multiply(q_STH[rows], channel_TH, dtype=np.float32)
         x *= token_ST[rows, :, None]
         bits = x.view(np.uint32)
@@ -50,11 +65,18 @@ def dequantise(q_STH: np.ndarray, token_ST: np.ndarray, channel_TH: np.ndarray) 
     return bits_STH
 
 
-def widen(bits: np.ndarray) -> np.ndarray:
+def _blocks(array: np.ndarray) -> Iterator[slice]:
+    step = max(1, BLOCK_BYTES // (4 * array[0].size))
+    return (slice(s, s + step) for s in range(0, len(array), step))
+
+
+def _widen(bits: np.ndarray) -> np.ndarray:
     """bf16 bits as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 def _or_one(scale: np.ndarray) -> np.ndarray:
-    """Scales that can be divided by: all-zero tokens and channels get 1."""
+    """Scales that can be divided by: those of nothing but zeros become 1."""
     return np.where(scale > 0, scale, np.float32(1))

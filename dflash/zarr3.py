@@ -125,7 +125,7 @@ class ArrayWriter:
             data = blosc.compress(data, cname, **how, typesize=form.dtype.itemsize)
         if self.file is None:
             path = self.folder / next(self.names)
-            path.parent.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: after a failed write nothing is left to be written when it is closed.
             self.file = open(path, "wb", buffering=0)
             self.index[:] = (ABSENT, ABSENT)
@@ -166,6 +166,10 @@ class Folder:
     def __del__(self):
         if self.fd is not None:
             os.close(self.fd)
+
+    def is_at(self, path: str | Path) -> bool:
+        """Whether `path` still is this folder."""
+        return os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(self.fd))
 
     def open(self, file: str) -> int:
         """A descriptor to read a file by."""
@@ -210,19 +214,12 @@ class ArrayReader:
             raise Damage("a chunk is missing")
         direct = not form.compressed and len(into) == form.chunk
         body = _bytes(into) if direct else np.empty(size - CRC_BYTES, np.uint8)
-        if not form.compressed and len(body) != form.chunk_bytes:
-            raise Damage("a chunk has the wrong size")
+        if not form.compressed and size != form.chunk_bytes + CRC_BYTES:
+            raise Damage(f"a chunk has {size - CRC_BYTES} bytes, expected {form.chunk_bytes}")
         _read(file, body, offset)
         if direct:
             return
-        if form.compressed:
-            chunk = np.empty(form.chunk_bytes, np.uint8)
-            try:
-                blosc.decompress(body, chunk)
-            except (RuntimeError, ValueError) as e:
-                raise Damage(f"a chunk cannot be unpacked ({e})") from None
-        else:
-            chunk = body
+        chunk = _unpacked(body, form.chunk_bytes) if form.compressed else body
         into[:] = chunk.view(form.dtype).reshape(-1, *form.width)[skip : skip + len(into)]
 
     def _index(self, k: int, file: int) -> list[tuple[int, int]]:
@@ -244,6 +241,18 @@ class ArrayReader:
                     raise Damage("a file ends too early")
             self.indices[k] = entries
         return self.indices[k]
+
+
+def _unpacked(body: np.ndarray, size: int) -> np.ndarray:
+    length = int.from_bytes(body[4:8], "little")  # blosc's header: bytes when unpacked
+    if length != size:
+        raise Damage(f"a chunk unpacks to {length} bytes, expected {size}")
+    chunk = np.empty(size, np.uint8)
+    try:
+        blosc.decompress(body, chunk)
+    except (RuntimeError, ValueError) as e:
+        raise Damage(f"a chunk cannot be unpacked ({e})") from None
+    return chunk
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
