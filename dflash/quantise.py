@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 18  # of float32 at a time, which stay in a core's cache
 
 @np.errstate(over="ignore", invalid="ignore")
 def quantise(bits_CTH: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int8 [C, T, H], float32 token scales [C, T] and channel scales [T, H] of finite bf16 bits.
+    """int8 [C, T, H] of finite bf16 bits, token scales float32 [C, T], channel scales bf16 bits [T, H].
 
     Values close to the largest of bf16 (3.4e38) may come back as NaN or infinity.
     """
@@ -36,7 +36,8 @@ def quantise(bits_CTH: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             ..., None
         ]  # zeros say nothing of channels
         np.maximum(channel_TH, x.max(0), out=channel_TH)
-    channel_TH = _or_one(channel_TH)
+    channel_bits_TH = _narrow(_or_one(channel_TH))
+    channel_TH = _widen(channel_bits_TH)  # what is read later
     token_CT = np.empty(bits_CTH.shape[:2], np.float32)
     q_CTH = np.empty(bits_CTH.shape, np.int8)
     for rows in _blocks(bits_CTH):
@@ -45,23 +46,17 @@ def quantise(bits_CTH: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         token_CT[rows] = _or_one(np.abs(x).max(-1) / np.float32(STEPS))
         x /= token_CT[rows, :, None]
         np.rint(x, out=q_CTH[rows], casting="unsafe")
-    return q_CTH, token_CT, channel_TH
+    return q_CTH, token_CT, channel_bits_TH
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def dequantise(q_STH: np.ndarray, token_ST: np.ndarray, channel_TH: np.ndarray) -> np.ndarray:
-    """uint16 [S, T, H], bf16 bits; float32 products, rounded half away from zero.
-
-    Nothing but single products of float32, so every machine gives the same bits.
-    """
-    bits_STH = np.empty(q_STH.shape, np.uint16)
+def dequantise(q_STH: np.ndarray, token_ST: np.ndarray, channel_bits_TH: np.ndarray) -> np.ndarray:
+    """bf16 bits, uint16 [S, T, H]: single products of float32, so every machine gives the same."""
+    bits_STH, channel_TH = np.empty(q_STH.shape, np.uint16), _widen(channel_bits_TH)
     for rows in _blocks(q_STH):
         x = np.multiply(q_STH[rows], channel_TH, dtype=np.float32)
         x *= token_ST[rows, :, None]
-        bits = x.view(np.uint32)
-        bits += 0x8000
-        bits >>= 16
-        bits_STH[rows] = bits
+        bits_STH[rows] = _narrow(x)
     return bits_STH
 
 
@@ -75,6 +70,14 @@ def _widen(bits: np.ndarray) -> np.ndarray:
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    """float32, which is overwritten, as bf16 bits, rounded half away from zero."""
+    bits = x.view(np.uint32)
+    bits += 0x8000
+    bits >>= 16
+    return bits.astype(np.uint16)
 
 
 def _or_one(scale: np.ndarray) -> np.ndarray:
