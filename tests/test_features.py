@@ -911,7 +911,9 @@ def test_failing_caller_leaves_nothing(tmp_path, documents):
     with pytest.raises(ZeroDivisionError):
         with write_shard(tmp_path / "a.zarr", IDENTITY, 2, 80, **SMALL) as writer:
             writer.add(documents[0])
+            assert writer.arrays["hidden"].file
             raise ZeroDivisionError
+    assert not any(array.file for array in writer.arrays.values())
     assert list(tmp_path.iterdir()) == []
 
 

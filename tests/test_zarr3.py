@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def test_chunks_of_another_size_are_refused(tmp_path, compressed):
     (tmp_path / "a/c/0/0").write_bytes((tmp_path / "b/c/0/0").read_bytes())
     with pytest.raises(zarr3.Damage, match="2000 bytes, expected 4000"):
         reader(tmp_path / "a", metadata).read(0, 1000)
+
+
+def test_writes_that_take_a_part_are_gone_on_with(tmp_path, monkeypatch):
+    class Sluggish(io.FileIO):
+        def write(self, data) -> int:
+            return super().write(data[:100])
+
+    monkeypatch.setattr(
+        zarr3, "open", lambda path, mode, buffering: Sluggish(path, mode), raising=False
+    )
+    data = PATTERNS.reshape(-1, 4, 16)
+    metadata = write(tmp_path / "a", data, 100, 300)
+    assert np.array_equal(reader(tmp_path / "a", metadata).read(0, len(data)), data)
 
 
 def test_compression_takes_no_thread_of_its_own():
