@@ -248,7 +248,8 @@ def main(argv: list[str] | None) -> None:
         tokens_sha256=sha256(args.tokens),
         last_hidden=settings.last_hidden,
     )
-    if finished(args.out, manifest, identity, rows):
+    wanted = identity | {"codec": settings.codec}
+    if finished(args.out, manifest, wanted, rows):
         print(f"extract {name}: {args.out} is already there and whole; nothing to do")
         return
     torch.set_num_threads(args.threads or machine.threads)
@@ -260,7 +261,9 @@ def main(argv: list[str] | None) -> None:
     started = time.monotonic()
     with (
         Taps(model, caught) as taps,
-        write_shard(args.out, identity, len(rows), tokens, manifest, dropped) as writer,
+        write_shard(
+            args.out, identity, len(rows), tokens, manifest, dropped, settings.codec
+        ) as writer,
         progress(desc=f"extract {name}", total=tokens, unit="tokens") as bar,
     ):
         if settings.last_hidden:
@@ -271,7 +274,7 @@ def main(argv: list[str] | None) -> None:
             writer.add(document)
             bar.update(len(document.input_ids))
     seconds = time.monotonic() - started
-    size = open_shard(args.out, identity, manifest).size
+    size = open_shard(args.out, wanted, manifest).size
     print(
         f"extract {name}: {len(rows)} documents{_report(dropped, settings.max_tokens)}, {tokens} "
         f"tokens, {size / 1e6:.1f} MB, {tokens / seconds:.0f} tokens/s on {model.device}"

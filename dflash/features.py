@@ -1,19 +1,29 @@
 """Hidden states on disk: one Zarr v3 group a shard, written whole, checked whenever it is read.
 
-Legend: N documents and P tokens of a shard · S tokens of one document · T taps · H hidden width.
+Legend: N documents and P tokens of a shard · S tokens of one document · T taps · H hidden width ·
+C tokens of a chunk, K chunks.
 
-    hidden       uint16 [P, T, H]  bf16 bit patterns, documents one after the other
-    last_hidden  uint16 [P, H]     the same of the last layer, before the final norm; not in all
-    input_ids    int32  [P]        tokens of the documents
-    loss_mask    bool   [P]        True where the target itself wrote the token
-    offsets      int64  [N + 1]    document i is rows offsets[i] to offsets[i + 1]
-    sample_id    uint8  [N, 16]    ASCII; Zarr v3 has no stable fixed-length string, bytes need none
+    hidden         uint16  [P, T, H]  bf16 bit patterns, documents one after the other
+    last_hidden    uint16  [P, H]     the same of the last layer, before the final norm; not in all
+    input_ids      int32   [P]        tokens of the documents
+    loss_mask      bool    [P]        True where the target itself wrote the token
+    offsets        int64   [N + 1]    document i is rows offsets[i] to offsets[i + 1]
+    sample_id      uint8   [N, 16]    ASCII; Zarr v3 has no stable fixed-length string, bytes need none
 
-bf16 is stored by its bits because Zarr has no such type; that is exact for every value. Every
-chunk ends in a crc32c, the metadata of each array is hashed in the group's attributes and these
-carry their own hash, so damage is an error and never a wrong number. A missing chunk reads as the
-fill value, which for hidden states is a NaN that the writer refuses to store. Whoever opens a shard
-may ask for an identity (target, tokenizer, taps ...), and any other is refused.
+bf16 is stored by its bits because Zarr has no such type; that is exact for every value. The codec
+says how: `raw` as they are; `compact` losslessly compressed to 0.70 of the bytes; `int8` as
+
+    hidden         int8    [P, T, H]
+    token_scale    float32 [P, T]
+    channel_scale  uint16  [K, T, H]  bf16 bit patterns; a row for each C tokens
+
+with an error of 0.6 % (`dflash.quantise`), while `last_hidden` is compressed losslessly. Reading gives
+bf16 bits with every codec.
+
+Every chunk ends in a crc32c, the metadata of each array is hashed in the group's attributes and these
+carry their own hash, so damage is an error and never a wrong number. Whoever opens a shard may ask
+for an identity (target, tokenizer, taps ...), and any other is refused. docs/features.md shows the
+layout and what each codec costs.
 
 `last_hidden` is there where the attribute of that name says what it is (else that is null). Its row
 p gives, through the target's final norm and head, the target's distribution of token p + 1.
@@ -28,36 +38,37 @@ import errno
 import fcntl
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import google_crc32c
 import numpy as np
-import zarr
-from zarr.codecs import Crc32cCodec  # it calls google_crc32c, so that is there
 
-from dflash.config import canonical
+from dflash import zarr3
+from dflash.config import Codec, canonical
 from dflash.errors import UserError, entrypoint, explain_oserror
 from dflash.files import read_json, text_sha256, whole, write_json
 from dflash.progress import progress
+from dflash.quantise import dequantise, quantise
 
 FORMAT = "dflash-features"
 FORMAT_VERSION = 1
 FILL = 0x7FC1  # a bf16 NaN with a payload that no arithmetic makes
 EXPONENT = 0x7F80  # all bits of a bf16 exponent: NaN or infinity
-CHUNK_BYTES = 5 << 19  # 2.5 MiB: a document of some hundred tokens touches few chunks
-SLAB_CHUNKS = 128  # chunks in one file, which is then 160 to 320 MiB
-FLAT_CHUNK = 1 << 20  # rows in one object of the small arrays, which are read as a whole
+# Most bytes of bf16 in a chunk, all of which are read for a document that touches it: few for `raw`;
+# the others compress better, and have fewer scales, in longer ones.
+CHUNK_BYTES = {"raw": 5 << 18, "compact": 5 << 19, "int8": 5 << 19}
+SLAB_BYTES = 320 << 20  # most bytes of bf16 in a file
+FLAT_CHUNK = 1 << 14  # rows of input_ids and loss_mask that are read together
 SAMPLE_ID = re.compile(r"[0-9a-f]{16}")
 
 TARGET_FIELDS = (
@@ -143,18 +154,18 @@ def shard_identity(
 def layout(
     tokens: int,
     row_bytes: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    slab_chunks: int = SLAB_CHUNKS,
+    chunk_bytes: int = CHUNK_BYTES["raw"],
+    slab_bytes: int = SLAB_BYTES,
 ) -> tuple[int, int]:
-    """Tokens in one chunk of `hidden`, and in one slab (a file, written whole).
+    """Tokens in one chunk of `hidden`, and in one slab (a file), of `row_bytes` of bf16 a token.
 
-    `last_hidden` has chunks and files of as many tokens. A chunk is the largest power of two of
-    tokens within 2.5 MiB (so at least 1.25 MiB): 256 tokens at 5 x 576, 64 at 5 x 4096. Slabs hold at
-    most `slab_chunks` chunks and share them evenly, so that the last one is not mostly empty.
+    All states have chunks and files of as many tokens. A chunk is the largest power of two of tokens
+    within `chunk_bytes`: for `raw`, 128 at 5 x 576 and 32 at 5 x 4096, twice that for the others. Slabs
+    share the chunks evenly, so that the last one is not mostly empty.
     """
     chunk = min(tokens, 1 << max(1, chunk_bytes // row_bytes).bit_length() - 1)
     chunks = math.ceil(tokens / chunk)
-    slabs = math.ceil(chunks / slab_chunks)
+    slabs = math.ceil(chunks / max(1, slab_bytes // (chunk * row_bytes)))
     return chunk, chunk * math.ceil(chunks / slabs)
 
 
@@ -173,10 +184,11 @@ def exclusive(path: Path) -> Iterator[None]:
 
     Raises UserError when another writer holds it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.parent / f".{path.name}.lock"
     while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        with _naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -198,8 +210,7 @@ def exclusive(path: Path) -> Iterator[None]:
 class ShardWriter:
     """Receives the documents of one shard in order. Made by `write_shard`.
 
-    Holds one slab of hidden states (at most 320 MiB; encoding it takes about twice that again), and
-    one of last hidden states if they are stored (smaller by the number of taps).
+    Holds one chunk of hidden states, and one of last hidden states if they are stored.
     """
 
     def __init__(
@@ -210,12 +221,15 @@ class ShardWriter:
         documents: int,
         tokens: int,
         dropped: Mapping[str, int],
+        codec: Codec,
         chunk_bytes: int,
-        slab_chunks: int,
+        slab_bytes: int,
     ):
+        self.folder = folder
         self.path = path
         self.identity = json.loads(canonical(dict(identity)))
         self.dropped = dict(dropped)
+        self.codec = codec
         self.widths = {"hidden": (len(self.identity["taps"]), self.identity["hidden_size"])}
         if self.identity["last_hidden"] is not None:
             self.widths["last_hidden"] = (self.identity["hidden_size"],)
@@ -224,32 +238,67 @@ class ShardWriter:
         self.offsets = np.zeros(documents + 1, np.int64)
         self.input_ids = np.empty(tokens, np.int32)
         self.loss_mask = np.empty(tokens, np.bool_)
-        chunk, slab = layout(tokens, 2 * math.prod(self.widths["hidden"]), chunk_bytes, slab_chunks)
-        self.slabs = {n: np.empty((slab, *w), np.uint16) for n, w in self.widths.items()}
-        self.slab_rows = slab
-        self.filled = 0  # rows of the slabs
+        row_bytes = 2 * math.prod(self.widths["hidden"])
+        self.chunk, self.slab = layout(tokens, row_bytes, chunk_bytes, slab_bytes)
+        self.buffers = {n: np.empty((self.chunk, *w), np.uint16) for n, w in self.widths.items()}
+        self.filled = 0  # rows of the buffers
         self.written = 0  # rows of hidden states on disk
-        self.crc32c = dict.fromkeys(self.widths, 0)  # of all rows on disk
+        self.crc32c = dict.fromkeys(self.widths, 0)  # of all rows on disk, as they will be read
+        self.arrays: dict[str, zarr3.ArrayWriter] = {}
+        self.metadata: dict[str, dict[str, Any]] = {}
         with _naming(path):
-            self.group = zarr.create_group(str(folder), zarr_format=3)
-            self.states = {
-                name: self.group.create_array(
-                    name,
-                    shape=(tokens, *width),
-                    dtype="uint16",
-                    chunks=(chunk, *width),
-                    shards=(slab, *width),
-                    compressors=Crc32cCodec(),
-                    filters=None,
-                    fill_value=FILL,
-                    dimension_names=("token", "tap", "channel")
-                    if len(width) == 2
-                    else ("token", "channel"),
-                    # Comparing every chunk with the fill value would double the cost of writing.
-                    config={"write_empty_chunks": True},
-                )
-                for name, width in self.widths.items()
-            }
+            self._create_states()
+
+    def _create_states(self) -> None:
+        taps, channels = self.widths["hidden"]
+        states: dict[str, Any] = {"fill_value": FILL, "compressed": self.codec != "raw"}
+        if "last_hidden" in self.widths:
+            names = ("token", "channel")
+            self._create("last_hidden", (self.tokens, channels), np.uint16, names, **states)
+        names = ("token", "tap", "channel")
+        shape = (self.tokens, taps, channels)
+        if self.codec != "int8":
+            self._create("hidden", shape, np.uint16, names, **states)
+            return
+        self._create("hidden", shape, np.int8, names, fill_value=-128)
+        self._create("token_scale", shape[:2], np.float32, names[:2], fill_value="NaN")
+        chunks = math.ceil(self.tokens / self.chunk)
+        self._create(
+            "channel_scale",
+            (chunks, taps, channels),
+            np.uint16,
+            ("chunk", *names[1:]),
+            fill_value=FILL,
+            chunk=1,
+            slab=self.slab // self.chunk,
+        )
+
+    def _create(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: type[np.generic],
+        names: tuple[str | None, ...],
+        fill_value: Any,
+        chunk: int | None = None,
+        slab: int | None = None,
+        compressed: bool = False,
+    ) -> zarr3.ArrayWriter:
+        """Start an array of chunks and files as long as those of `hidden`, unless others are given."""
+        self.metadata[name] = zarr3.metadata(
+            shape,
+            np.dtype(dtype),
+            chunk or self.chunk,
+            slab or self.slab,
+            fill_value,
+            names,
+            compressed,
+        )
+        (self.folder / name).mkdir()
+        text = json.dumps(self.metadata[name], indent=2)
+        (self.folder / name / "zarr.json").write_text(text, encoding="utf-8")
+        self.arrays[name] = zarr3.ArrayWriter(self.folder / name, self.metadata[name])
+        return self.arrays[name]
 
     def add(self, document: Document) -> None:
         """Append one document.
@@ -273,13 +322,13 @@ class ShardWriter:
         self.loss_mask[start : start + length] = document.loss_mask
         done = 0
         while done < length:
-            take = min(length - done, self.slab_rows - self.filled)
-            for name, slab in self.slabs.items():
+            take = min(length - done, self.chunk - self.filled)
+            for name, buffer in self.buffers.items():
                 rows = getattr(document, name)[done : done + take]
-                slab[self.filled : self.filled + take] = rows
+                buffer[self.filled : self.filled + take] = rows
             self.filled += take
             done += take
-            if self.filled == self.slab_rows:
+            if self.filled == self.chunk:
                 self._flush()
 
     def finish(self) -> dict[str, Any]:
@@ -293,37 +342,56 @@ class ShardWriter:
             )
         ids = np.frombuffer("".join(self.sample_ids).encode("ascii"), np.uint8).reshape(-1, 16)
         with _naming(self.path):
-            self._flat("input_ids", self.input_ids, -1)
-            self._flat("loss_mask", self.loss_mask, False)
+            for name in self.arrays:
+                self.arrays[name].finish()
+            self._flat("input_ids", self.input_ids, -1, FLAT_CHUNK)
+            self._flat("loss_mask", self.loss_mask, False, FLAT_CHUNK)
             self._flat("offsets", self.offsets, -1)
             self._flat("sample_id", ids, 0)
             attributes = self._attributes(
                 _content_sha256(self.offsets, ids, self.input_ids, self.loss_mask, self.crc32c)
             )
-            self.group.update_attributes(attributes)
+            group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+            text = json.dumps(group, indent=2)
+            (self.folder / "zarr.json").write_text(text, encoding="utf-8")
         return attributes
 
-    def _flush(self) -> None:
-        end = self.written + self.filled
-        for name, slab in self.slabs.items():
-            with _naming(self.path):
-                self.states[name][self.written : end] = slab[: self.filled]
-            self.crc32c[name] = _crc32c(self.crc32c[name], slab[: self.filled])
-        self.written, self.filled = end, 0
+    def close(self) -> None:
+        """Let go of all files. Called by `write_shard`."""
+        for array in self.arrays.values():
+            array.close()
 
-    def _flat(self, name: str, data: np.ndarray, fill_value: Any) -> None:
-        self.group.create_array(
-            name,
-            data=data,
-            chunks=(min(len(data), FLAT_CHUNK), *data.shape[1:]),
-            compressors=Crc32cCodec(),
-            filters=None,
-            fill_value=fill_value,
-            config={"write_empty_chunks": True},  # an absent object must always mean damage
-        )
+    def _flush(self) -> None:
+        with _naming(self.path):
+            for name, buffer in self.buffers.items():
+                bits = buffer[: self.filled]
+                if name == "hidden" and self.codec == "int8":
+                    q, token, channel = quantise(bits)
+                    self.arrays["hidden"].append(q)
+                    self.arrays["token_scale"].append(token)
+                    self.arrays["channel_scale"].append(channel[None])
+                    bits = dequantise(q, token, channel)
+                    if nonfinite(bits):  # within half a step of the largest number
+                        raise UserError(
+                            f"{self.path}: hidden states close to the largest bf16 number, which int8 "
+                            "cannot keep; set `extract.codec: compact`"
+                        )
+                else:
+                    self.arrays[name].append(bits)
+                self.crc32c[name] = _crc32c(self.crc32c[name], bits)
+        self.written, self.filled = self.written + self.filled, 0
+
+    def _flat(self, name: str, data: np.ndarray, fill_value: Any, chunk: int | None = None) -> None:
+        """Write a small array in one file, in chunks of so many rows (default: all)."""
+        chunk = min(len(data), chunk or len(data))
+        slab = chunk * math.ceil(len(data) / chunk)
+        names = (None,) * data.ndim
+        array = self._create(name, data.shape, data.dtype.type, names, fill_value, chunk, slab)
+        for start in range(0, len(data), chunk):
+            array.append(data[start : start + chunk])
+        array.finish()
 
     def _attributes(self, content_sha256: str) -> dict[str, Any]:
-        store = Path(str(self.group.store.root))
         counts = dict.fromkeys(COUNTS, 0) | self.dropped
         counts["documents"] = len(self.sample_ids)
         counts["tokens"] = self.tokens
@@ -332,16 +400,16 @@ class ShardWriter:
             **self.identity,
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "codec": "raw",  # bit patterns as they are
+            "codec": self.codec,
             "counts": counts,
             "versions": {
                 name: importlib.metadata.version(name)
-                for name in ("dflash", "torch", "transformers", "zarr")
+                for name in ("dflash", "torch", "transformers", "numcodecs")
             },
             "content_sha256": content_sha256,
             "arrays_sha256": {
-                name: text_sha256(canonical(json.loads((store / name / "zarr.json").read_text())))
-                for name in sorted(self.group.array_keys())
+                name: text_sha256(canonical(metadata))
+                for name, metadata in sorted(self.metadata.items())
             },
         }
         return attributes | {"attributes_sha256": text_sha256(canonical(attributes))}
@@ -369,16 +437,18 @@ def write_shard(
     tokens: int,
     manifest: str | Path | None = None,
     dropped: Mapping[str, int] | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    slab_chunks: int = SLAB_CHUNKS,
+    codec: Codec = "raw",
+    chunk_bytes: int | None = None,
+    slab_bytes: int = SLAB_BYTES,
 ) -> Iterator[ShardWriter]:
     """Write one shard, which appears whole when the block ends and not at all when it fails.
 
     `identity` is that of `shard_identity`; `documents` and `tokens` are the totals to come.
     `dropped` counts what the caller cut or left out (`documents_cut`, `documents_too_short`,
     `documents_without_supervision`); it is kept in the attributes and in the manifest (default:
-    `path` with the suffix .json), which is the last file to appear. Raises UserError for a second
-    writer, for hidden states that are not finite and for a full disk.
+    `path` with the suffix .json), which is the last file to appear. `codec` says how hidden states are
+    stored. Raises UserError for a second writer, for hidden states that are not finite and for a full
+    disk.
     """
     path = Path(path)
     manifest = Path(manifest) if manifest else path.with_suffix(".json")
@@ -387,10 +457,19 @@ def write_shard(
     with exclusive(path):
         with whole(path, folder=True) as folder:
             writer = ShardWriter(
-                folder, path, identity, documents, tokens, dropped or {}, chunk_bytes, slab_chunks
+                folder,
+                path,
+                identity,
+                documents,
+                tokens,
+                dropped or {},
+                codec,
+                chunk_bytes or CHUNK_BYTES[codec],
+                slab_bytes,
             )
-            yield writer
-            attributes = writer.finish()
+            with closing(writer):
+                yield writer
+                attributes = writer.finish()
             # From here on an older manifest would speak of another shard.
             manifest.unlink(missing_ok=True)
         write_json(manifest, manifest_of(attributes, path))
@@ -453,7 +532,7 @@ def _check_document(document: Document, widths: Mapping[str, tuple[int, ...]]) -
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn a file-system failure inside Zarr, which often names no file, into a sentence."""
+    """Turn a file-system failure, which may name no file, into a sentence."""
     try:
         yield
     except OSError as e:
@@ -471,8 +550,10 @@ def _size(path: Path) -> int:
 class Shard:
     """A shard to read from. Made by `open_shard`, which checks it.
 
-    Can be sent to other processes: it opens its arrays again when they are first needed there. The
-    small arrays are kept once read; `close` lets go of them.
+    Can be sent to other processes: it opens its folder again when it is first needed there. Between
+    calls it holds one file descriptor (the folder's), the arrays `offsets` and `sample_id`, those of
+    `input_ids` and `loss_mask` that were read as a whole, and the files' indices; `close` lets go of all
+    of it. Several threads may read at once, but none while another closes.
     """
 
     def __init__(self, path: Path, attributes: dict[str, Any]):
@@ -489,7 +570,7 @@ class Shard:
         return {k: self.__dict__[k] for k in ("path", "attributes", "identity", "taps", "counts")}
 
     def close(self) -> None:
-        """Forget the arrays; they are opened again when needed."""
+        """Free all memory and file descriptors; what is needed again is opened again."""
         self.__dict__ = self.__getstate__()
 
     @cached_property
@@ -509,10 +590,16 @@ class Shard:
     @cached_property
     def sample_ids(self) -> list[str]:
         """The documents' ids, in order."""
-        ids = [row.tobytes().decode("latin-1") for row in self._id_bytes]
-        if len(set(ids)) != len(ids) or not all(SAMPLE_ID.fullmatch(i) for i in ids):
-            raise self._damaged("sample ids are not distinct and of 16 hexadecimal characters")
+        ids = [self._sample_id(i) for i in range(len(self))]
+        if len(set(ids)) != len(ids):
+            raise self._damaged("sample ids are not distinct")
         return ids
+
+    def _sample_id(self, i: int) -> str:
+        sample_id = self._id_bytes[i].tobytes().decode("latin-1")
+        if not SAMPLE_ID.fullmatch(sample_id):
+            raise self._damaged(f"sample id {sample_id!r} is not 16 hexadecimal characters")
+        return sample_id
 
     @property
     def content_sha256(self) -> str:
@@ -532,7 +619,7 @@ class Shard:
     def _input_ids(self) -> np.ndarray:
         ids = self._rows("input_ids")
         if (ids < 0).any():
-            raise self._damaged("input_ids has negative values, so an object of it is missing")
+            raise self._damaged("input_ids has negative values")
         return ids
 
     @cached_property
@@ -550,7 +637,13 @@ class Shard:
 
     def loss_mask(self, i: int) -> np.ndarray:
         """bool [S]: which tokens of document `i` the target wrote."""
-        return self._loss_mask[self._span(i)].copy()
+        return self._part("loss_mask", self._span(i))
+
+    def _part(self, name: str, span: slice) -> np.ndarray:
+        """Some rows of `input_ids` or `loss_mask`, without reading the others if they lie elsewhere."""
+        if "_" + name in self.__dict__ or self._array(name).form.chunk >= self.counts["tokens"]:
+            return getattr(self, "_" + name)[span].copy()
+        return self._rows(name, span.start, span.stop)
 
     @cached_property
     def supervised(self) -> np.ndarray:
@@ -586,55 +679,91 @@ class Shard:
         With `last_hidden`, also with that. Raises UserError when it is not stored, and when anything
         stored is damaged or missing; nothing is ever substituted.
         """
-        span = self._span(i)
-        hidden = self._states("hidden", span, i)
+        span, sample_id = self._span(i), self._sample_id(i)
+        hidden = self._states("hidden", span.start, span.stop)
         last = None
         if last_hidden:
             self.require_last_hidden()
-            last = self._states("last_hidden", span, i)
+            last = self._states("last_hidden", span.start, span.stop)
         return Document(
-            self.sample_ids[i],
-            self._input_ids[span].copy(),
-            self._loss_mask[span].copy(),
+            sample_id,
+            self._part("input_ids", span),
+            self._part("loss_mask", span),
             hidden if taps is None else hidden[:, list(taps)],
             last,
         )
 
-    def _states(self, name: str, span: slice, i: int) -> np.ndarray:
-        states = self._rows(name, span.start, span.stop)
-        # A chunk is missing as a whole, so one value a token is enough to see it.
-        if (states.reshape(len(states), -1)[:, 0] == FILL).any():
-            raise self._damaged(f"a chunk of {name} is missing", i)
-        return states
+    def _states(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of `hidden` or `last_hidden` as bf16 bits, whatever the codec."""
+        stored = self._rows(name, start, stop)
+        if stored.dtype != np.int8:
+            return stored
+        chunk = self._array(name).form.chunk
+        first, last = start // chunk, math.ceil(stop / chunk)
+        token = self._rows("token_scale", start, stop)
+        channel = self._rows("channel_scale", first, last)
+        bits = np.empty(stored.shape, np.uint16)
+        for k in range(first, last):
+            rows = slice(max(k * chunk - start, 0), (k + 1) * chunk - start)
+            bits[rows] = dequantise(stored[rows], token[rows], channel[k - first])
+        return bits
 
     def _span(self, i: int) -> slice:
         if not 0 <= i < len(self):
             raise IndexError(f"{self.path}: no document {i} among {len(self)}")
         return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
 
-    def _rows(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
+    def _rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        array = self._array(name)
+        token = None if stop is None else start  # of the whole array, no one document is wrong
+        if name == "channel_scale":
+            token = start * self._array("hidden").form.chunk
         try:
-            return self._arrays[name][start:end]
+            return array.read(start, array.form.rows if stop is None else stop)
+        except zarr3.Damage as e:
+            raise self._damaged(f"{name}: {e}", token) from None
+        except FileNotFoundError as e:
+            if not self._folder.is_at(self.path):
+                raise self._replaced() from None
+            raise self._damaged(f"{e.filename} is missing", token) from None
         except OSError as e:
-            if e.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
-                raise UserError(f"{self.path}: {explain_oserror(e)}") from None
-            raise self._damaged(f"{name}: {e.strerror or e}", start=start) from None
-        except (ValueError, IndexError, TypeError, KeyError) as e:  # what Zarr's decoders raise
-            what = "a checksum is wrong" if "checksum" in str(e) else str(e)
-            raise self._damaged(f"{name}: {what}", start=start) from None
+            if e.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR):
+                raise self._damaged(f"{name}: {e.strerror}", token) from None
+            raise _unreadable(self.path, e) from None
+
+    def _array(self, name: str) -> zarr3.ArrayReader:
+        if name not in self._arrays:
+            sha256 = self.attributes["arrays_sha256"][name]
+            metadata = _metadata(self.path, self._folder, name, sha256)
+            self._arrays[name] = zarr3.ArrayReader(self._folder, name, metadata)
+        return self._arrays[name]
 
     @cached_property
-    def _arrays(self) -> dict[str, zarr.Array]:
-        names = self.attributes["arrays_sha256"]
-        return {n: zarr.open_array(str(self.path / n), mode="r", zarr_format=3) for n in names}
+    def _arrays(self) -> dict[str, zarr3.ArrayReader]:
+        return {}
 
-    def _damaged(self, what: str, i: int | None = None, start: int = 0) -> UserError:
-        """An error that names the document `i`, or the one with token `start`."""
-        offsets = self.__dict__.get("offsets")
-        if i is None and offsets is not None:
-            i = int(np.searchsorted(offsets, start, side="right")) - 1
-        ids = self.__dict__.get("sample_ids")
-        where = "" if i is None else f" document {i}" + (f" (sample {ids[i]})" if ids else "") + ":"
+    @cached_property
+    def _folder(self) -> zarr3.Folder:
+        folder = _open_folder(self.path)
+        # It may be opened long after its attributes were read, and in another process.
+        if _json(self.path, folder, "zarr.json").get("attributes") != self.attributes:
+            raise self._replaced()
+        return folder
+
+    def _replaced(self) -> UserError:
+        return UserError(
+            f"{self.path}: was removed or replaced since it was opened; start again with what is there"
+        )
+
+    def _damaged(self, what: str, token: int | None = None) -> UserError:
+        """An error that names the document of the token at a row."""
+        offsets, i = self.__dict__.get("offsets"), None
+        if token is not None and offsets is not None:
+            i = int(np.searchsorted(offsets, token, side="right")) - 1
+        where = "" if i is None else f" document {i}:"
+        ids = self.__dict__.get("_id_bytes")
+        if i is not None and ids is not None:
+            where = f" document {i} (sample {ids[i].tobytes().decode('latin-1')}):"
         return _damage(self.path, f"{where} {what}".strip())
 
 
@@ -645,15 +774,19 @@ def open_shard(
 ) -> Shard:
     """Open a shard after checking that it is whole and what is wanted; reads a few small files.
 
-    `expect` gives identity fields that must be equal (see `store_identity`, `shard_identity`). The
-    manifest (default: beside the shard) must agree when it exists. Raises UserError that names each
-    differing field or the damage.
+    `expect` gives identity fields that must be equal (see `store_identity`, `shard_identity`), and
+    perhaps the `codec`. The manifest (default: beside the shard) must agree when it exists. Raises
+    UserError that names each differing field or the damage.
     """
     path = Path(path)
-    attributes = _attributes(path)
-    _check_expected(path, _identity(attributes), expect or {})
+    if not path.is_dir():
+        raise UserError(f"{path}: no such shard; run the extract stage, which writes it")
+    folder = _open_folder(path)
+    attributes = _attributes(path, folder)
+    found = _identity(attributes) | {"codec": attributes["codec"]}
+    _check_expected(path, found, expect or {})
     for name, sha256 in attributes["arrays_sha256"].items():
-        _check_array(path, name, sha256, attributes)
+        _check_array(path, name, _metadata(path, folder, name, sha256), attributes)
     manifest = Path(manifest) if manifest else path.with_suffix(".json")
     if manifest.exists():
         found, wanted = read_json(manifest), manifest_of(attributes, path)
@@ -663,6 +796,7 @@ def open_shard(
             raise _damage(path, f"differs from its manifest {manifest} in {', '.join(keys)}")
     shard = Shard(path, attributes)
     _ = shard.offsets  # checks them
+    shard.close()  # thousands of shards may be open: each holds something only once it is read
     return shard
 
 
@@ -670,11 +804,31 @@ def _damage(path: Path, what: str) -> UserError:
     return UserError(f"{path}: damaged: {what}; delete this folder and run extract again")
 
 
-def _json(path: Path, file: str) -> dict[str, Any]:
+def _unreadable(path: Path, e: OSError) -> UserError:
+    """A failure to read that is not the shard's."""
+    why = explain_oserror(e)
+    if e.errno in (errno.EACCES, errno.EPERM):
+        why = f"no permission to read {e.filename}: change its mode, or run as its owner"
+    return UserError(f"{path}: {why}")
+
+
+def _open_folder(path: Path) -> zarr3.Folder:
     try:
-        data = json.loads((path / file).read_bytes())
+        return zarr3.Folder(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damage(path, "the folder is missing") from None
+    except OSError as e:
+        raise _unreadable(path, e) from None
+
+
+def _json(path: Path, folder: zarr3.Folder, file: str) -> dict[str, Any]:
+    try:
+        with open(folder.open(file), "rb") as f:
+            data = json.loads(f.read())
     except (FileNotFoundError, NotADirectoryError):
         raise _damage(path, f"{file} is missing") from None
+    except OSError as e:
+        raise _unreadable(path, e) from None
     except (ValueError, RecursionError) as e:
         raise _damage(path, f"{file} is not JSON ({e})") from None
     if not isinstance(data, dict):
@@ -682,19 +836,18 @@ def _json(path: Path, file: str) -> dict[str, Any]:
     return data
 
 
-def _attributes(path: Path) -> dict[str, Any]:
+def _attributes(path: Path, folder: zarr3.Folder) -> dict[str, Any]:
     """The group's attributes, once their format, version and hash are right."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such shard; run the extract stage, which writes it")
-    group = _json(path, "zarr.json")
+    group = _json(path, folder, "zarr.json")
     attributes = group.get("attributes")
     if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
         raise UserError(f"{path}: not a {FORMAT} folder; give the path of a shard of features")
-    if attributes.get("format_version") != FORMAT_VERSION or attributes.get("codec") != "raw":
+    codecs = get_args(Codec)
+    if attributes.get("format_version") != FORMAT_VERSION or attributes.get("codec") not in codecs:
         raise UserError(
             f"{path}: format version {attributes.get('format_version')!r}, codec "
-            f"{attributes.get('codec')!r}; this program reads version {FORMAT_VERSION}, codec "
-            "'raw': run extract again, or use the program that wrote it"
+            f"{attributes.get('codec')!r}; this program reads version {FORMAT_VERSION}, codecs "
+            f"{', '.join(codecs)}: run extract again, or use the program that wrote it"
         )
     rest = {k: v for k, v in attributes.items() if k != "attributes_sha256"}
     try:
@@ -720,28 +873,36 @@ def _check_expected(path: Path, identity: Mapping[str, Any], expect: Mapping[str
         )
 
 
-def _check_array(path: Path, name: str, sha256: str, attributes: Mapping[str, Any]) -> None:
-    """Metadata as written, of the shape that the counts imply, and no object missing."""
-    metadata = _json(path / name, "zarr.json")
+def _metadata(path: Path, folder: zarr3.Folder, name: str, sha256: str) -> dict[str, Any]:
+    """An array's zarr.json, once it has its hash."""
+    metadata = _json(path, folder, f"{name}/zarr.json")
     try:
         right = text_sha256(canonical(metadata)) == sha256
     except ValueError:
         right = False
     if not right:
         raise _damage(path, f"{name}/zarr.json does not have the hash that the attributes name")
+    return metadata
+
+
+def _check_array(
+    path: Path, name: str, metadata: dict[str, Any], attributes: Mapping[str, Any]
+) -> None:
+    """Of the shape that the counts imply, and no file missing."""
     documents, tokens = attributes["counts"]["documents"], attributes["counts"]["tokens"]
+    taps, channels = len(attributes["taps"]), attributes["hidden_size"]
+    form = zarr3.Form(metadata)
     shape = {
-        "hidden": [tokens, len(attributes["taps"]), attributes["hidden_size"]],
-        "last_hidden": [tokens, attributes["hidden_size"]],
+        "hidden": [tokens, taps, channels],
+        "last_hidden": [tokens, channels],
+        "token_scale": [tokens, taps],
+        "channel_scale": [form.rows, taps, channels],  # of each chunk of `hidden`
         "offsets": [documents + 1],
         "sample_id": [documents, 16],
     }.get(name, [tokens])
     if metadata["shape"] != shape:
         raise _damage(path, f"{name} has shape {metadata['shape']}, the counts say {shape}")
-    grid = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-    indices = [range(math.ceil(n / c)) for n, c in zip(shape, grid, strict=True)]
-    for index in itertools.product(*indices):
-        file = "/".join(("c", *map(str, index)))
+    for file in form.files():
         if not (path / name / file).is_file():
             raise _damage(path, f"{name}/{file} is missing")
 
@@ -752,18 +913,18 @@ def verify(path: str | Path) -> dict[str, Any]:
     Raises UserError at the first damage.
     """
     shard = open_shard(path)
-    _ = shard.sample_ids  # checks them
-    names = [n for n in ("hidden", "last_hidden") if n in shard._arrays]
+    _ = shard.offsets, shard.sample_ids  # checks them
+    names = [n for n in ("hidden", "last_hidden") if n in shard.attributes["arrays_sha256"]]
     crc32c, tokens = dict.fromkeys(names, 0), shard.counts["tokens"]
-    step = 16 * shard._arrays["hidden"].chunks[0]  # whole chunks, some 30 MiB
+    step = 4 * shard._array("hidden").form.chunk  # whole chunks, some MiB
     with progress(desc=f"verify {shard.path.name}", total=tokens, unit="tokens") as bar:
         for start in range(0, tokens, step):
             end = min(start + step, tokens)
             for name in names:
-                rows = shard._rows(name, start, end)
+                rows = shard._states(name, start, end)
                 if nonfinite(rows):
                     token = start + int(np.argwhere((rows & EXPONENT) == EXPONENT)[0, 0])
-                    raise shard._damaged(f"{name} has a value that is not finite", start=token)
+                    raise shard._damaged(f"{name} has a value that is not finite", token)
                 crc32c[name] = _crc32c(crc32c[name], rows)
             bar.update(end - start)
     content = _content_sha256(
@@ -780,7 +941,7 @@ def verify(path: str | Path) -> dict[str, Any]:
 def _inspect(path: Path) -> None:
     shard = open_shard(path)
     files = sum(f.is_file() for f in path.rglob("*"))
-    hidden = shard._arrays["hidden"]
+    hidden = shard._array("hidden").form
     print(f"{path}: {FORMAT} version {FORMAT_VERSION}, codec {shard.attributes['codec']}")
     for part in ("identity", "counts", "versions"):
         print(f"  {part}")
@@ -789,7 +950,7 @@ def _inspect(path: Path) -> None:
             print(f"    {key:<30} {value}")
     print("  storage")
     print(f"    {'size':<30} {shard.size / 1e6:,.1f} MB in {files} files")
-    print(f"    {'tokens a chunk, a file':<30} {hidden.chunks[0]}, {hidden.shards[0]}")
+    print(f"    {'tokens a chunk, a file':<30} {hidden.chunk}, {hidden.slab}")
 
 
 def main(argv: list[str] | None) -> None:

@@ -41,6 +41,7 @@ from dflash.attention import (
 )
 from dflash.drafter import CHECKPOINTING
 from dflash.errors import UserError, entrypoint
+from dflash.features import CHUNK_BYTES
 from dflash.features import layout as chunks_of
 from dflash.loss import rows_within
 
@@ -886,9 +887,15 @@ def _peak(shape: Shape) -> int:
 # --- disk -----------------------------------------------------------------------------------------
 
 
-def bytes_a_token(taps: int, hidden: int, last_hidden: bool) -> int:
-    """On disk: bf16 taps, perhaps the last hidden state, an int32 id and a bool (dflash.features)."""
-    return 2 * hidden * (taps + last_hidden) + 4 + 1
+# Bytes on disk of a number, by codec, in the taps and in the last hidden state: as measured on the
+# demo's features (docs/features.md).
+STORED = {"raw": (2, 2), "compact": (1.4, 1.4), "int8": (1.03, 1.4)}
+
+
+def bytes_a_token(taps: int, hidden: int, last_hidden: bool, codec: config.Codec = "raw") -> int:
+    """On disk: the taps, perhaps the last hidden state, an int32 id and a bool (dflash.features)."""
+    tap, last = STORED[codec]
+    return round(hidden * (taps * tap + last_hidden * last)) + 4 + 1
 
 
 def longest_document(workflow: config.Workflow) -> int:
@@ -951,8 +958,9 @@ def disk(workflow: config.Workflow, drafter: config.Drafter) -> dict[str, Any]:
     documents, tokens, how = count_tokens(workflow)
     row = 2 * hidden * len(taps)
     # Chunks are read whole: a document begins and ends inside one, and every tap is in it.
-    chunk = chunks_of(max(1, tokens), row)[0]
-    read_row = row + (2 * hidden if config.needs_last_hidden(drafter) else 0)
+    codec = workflow.extract.codec
+    chunk = chunks_of(max(1, tokens), row, CHUNK_BYTES[codec])[0]
+    read_row = bytes_a_token(len(taps), hidden, config.needs_last_hidden(drafter), codec) - 5
     epoch = (tokens + documents * (chunk - 1)) * read_row
     return {
         "documents": documents,
@@ -960,9 +968,9 @@ def disk(workflow: config.Workflow, drafter: config.Drafter) -> dict[str, Any]:
         "tokens_known": how,
         "taps": len(taps),
         "last_hidden": last,
-        "bytes_a_token": bytes_a_token(len(taps), hidden, last),
+        "bytes_a_token": bytes_a_token(len(taps), hidden, last, codec),
         # offsets and sample ids are 24 bytes a document
-        "extraction_bytes": tokens * bytes_a_token(len(taps), hidden, last) + 24 * documents,
+        "extraction_bytes": tokens * bytes_a_token(len(taps), hidden, last, codec) + 24 * documents,
         "epoch_bytes": epoch,
         "training_bytes": round(epoch * drafter.training.epochs),
     }

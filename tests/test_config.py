@@ -202,6 +202,9 @@ def test_what_came_later_leaves_older_results_alone():
     assert train["training"]["loss"] == {"gamma": None, "head_tokens": None}
     extract = json.loads(config.stage_settings(load({}), "extract"))
     assert "last_hidden" not in extract and extract["version"] == 1
+    assert "codec" not in extract  # extractions made before there were codecs stay valid
+    packed = json.loads(config.stage_settings(load({"extract": {"codec": "int8"}}), "extract"))
+    assert packed == extract | {"codec": "int8"}
 
     soft = {"mask_token_id": 5, "training": {"loss": {"labels": "soft", "weights": "dpace"}}}
     both = load({"drafters": {"d": {"mask_token_id": 5}, "e": soft}})

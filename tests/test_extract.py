@@ -223,6 +223,21 @@ def test_wrong_settings(run):
         run(some_rows(), maximum=3)
 
 
+@pytest.mark.parametrize("codec", ["compact", "int8"])
+def test_a_shard_of_another_codec_is_made_anew_and_then_left_alone(run, capsys, codec, monkeypatch):
+    rows = some_rows()
+    path = run(rows)
+    raw = open_shard(path).read(0)
+    run(rows, codec=codec)
+    assert f"codec is 'raw' here, '{codec}' is asked for" in capsys.readouterr().out
+    shard = open_shard(path, {"codec": codec})
+    assert (shard.read(0).hidden == raw.hidden).all() == (codec == "compact")
+    before = {f: f.stat().st_mtime_ns for f in path.rglob("*")}
+    monkeypatch.setattr(extract, "load_model", lambda *_: pytest.fail("loaded the model again"))
+    run(rows, codec=codec)
+    assert {f: f.stat().st_mtime_ns for f in path.rglob("*")} == before
+
+
 def test_a_finished_shard_is_left_alone(run, monkeypatch, capsys):
     rows = some_rows()
     path = run(rows)

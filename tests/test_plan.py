@@ -134,9 +134,15 @@ def test_disk_from_prompts_and_from_counted_tokens(workflow: config.Workflow) ->
     found = plan.disk(workflow, drafter)
     assert (found["documents"], found["tokens"]) == (17, 100 + 3072 + 15 * 200)
     assert found["extraction_bytes"] == found["tokens"] * 40965 + 17 * 24
-    # chunks of 64 tokens are read whole: 63 more a document
-    assert found["epoch_bytes"] == (found["tokens"] + 17 * 63) * 40960
+    # chunks of 32 tokens are read whole: 31 more a document
+    assert found["epoch_bytes"] == (found["tokens"] + 17 * 31) * 40960
     assert found["training_bytes"] == 6 * found["epoch_bytes"]
+    for codec, row in (("compact", 28672), ("int8", 21094)):
+        settings = workflow.model_dump(mode="json")
+        settings["extract"]["codec"] = codec
+        found = plan.disk(config.load(settings), drafter)
+        assert found["bytes_a_token"] == row + 5
+        assert found["epoch_bytes"] == (found["tokens"] + 17 * 63) * row
 
 
 def test_labels_of_the_target_cost_another_state(workflow: config.Workflow) -> None:
