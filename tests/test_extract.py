@@ -228,7 +228,7 @@ def test_a_finished_shard_is_left_alone(run, monkeypatch, capsys):
     path = run(rows)
     before = {f: f.stat().st_mtime_ns for f in path.rglob("*")}
     with monkeypatch.context() as m:
-        m.setattr(extract, "load_model", lambda *_: pytest.fail("loaded the model again"))
+        m.setattr(extract, "load_model", lambda *_, **__: pytest.fail("loaded the model again"))
         run(rows, batch_tokens=77)
     assert "already there and whole; nothing to do" in capsys.readouterr().out
     assert {f: f.stat().st_mtime_ns for f in path.rglob("*")} == before
@@ -254,8 +254,8 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int):
         self.tokens, self.passed, load = tokens, [], extract.load_model
 
-        def limited(*args):
-            model = load(*args)
+        def limited(*args, **options):
+            model = load(*args, **options)
             model.model.layers[1].register_forward_pre_hook(self)
             return model
 
@@ -269,13 +269,13 @@ class Memory:
 
 
 def test_out_of_memory_halves_the_batch(run, tmp_path, monkeypatch, capfd):
-    rows = some_rows()
-    whole = open_shard(run(rows, batch_tokens=10_000, out=tmp_path / "whole.zarr"))
+    rows = some_rows([70] * 8 + [40] * 8)
+    whole = open_shard(run(rows, batch_tokens=560, out=tmp_path / "whole.zarr"))
     memory = Memory(monkeypatch, tokens=140)
-    shard = open_shard(run(rows, batch_tokens=10_000))
+    shard = open_shard(run(rows, batch_tokens=560))
     said = [x for x in capfd.readouterr().err.splitlines() if "out of memory" in x]
     assert "560 tokens at once, going on with 280; set `machine.extract.batch_tokens`" in said[0]
-    assert len(said) == 2 and len(memory.passed) >= 3
+    assert len(said) == 2 and memory.passed == [140] * 4 + [120, 120, 80]
     assert shard.sample_ids == whole.sample_ids
     for i in range(len(shard)):
         a, b = as_float(shard.read(i).hidden), as_float(whole.read(i).hidden)
@@ -308,8 +308,8 @@ def test_nonfinite_features_stop_the_shard(run, tmp_path, monkeypatch, value):
         output[0, 3, 5] = value  # the first document of each batch
         return output
 
-    def spoiled(*args):
-        model = load(*args)
+    def spoiled(*args, **options):
+        model = load(*args, **options)
         model.model.layers[3].register_forward_hook(spoil)
         return model
 
@@ -357,8 +357,8 @@ def test_the_targets_logits_follow_from_the_last_hidden_state(
 def test_a_model_that_does_more_than_its_final_norm(run, tmp_path, monkeypatch):
     load = extract.load_model
 
-    def changed(*args):
-        model = load(*args)
+    def changed(*args, **options):
+        model = load(*args, **options)
         model.model.register_forward_hook(doubled)
         return model
 
@@ -369,15 +369,18 @@ def test_a_model_that_does_more_than_its_final_norm(run, tmp_path, monkeypatch):
     monkeypatch.setattr(extract, "load_model", changed)
     with pytest.raises(UserError, match="does more than its final norm .*labels: data`"):
         run(some_rows(), last_hidden=True)
-    assert list((tmp_path / "features" / "quick").iterdir()) == []
+    assert not (tmp_path / "features").exists()
     run(some_rows())
 
 
 def test_padding_never_shows(folder):
     rows = some_rows()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with Taps(model, TAPS) as taps:
-        one, other = (extract.forward(model, taps, rows, pad_id) for pad_id in (0, 311))
+    with Taps(model, TAPS, torch.bfloat16) as taps:
+        one, other = (
+            extract.forward(model, taps, rows, pad_id)[0].view(torch.int16).numpy()
+            for pad_id in (0, 311)
+        )
     assert one.shape == (len(rows), max(LENGTHS), len(TAPS), 64)
     for i, n in enumerate(LENGTHS):
         assert np.array_equal(one[i, :n], other[i, :n])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -95,21 +96,23 @@ def test_failed_forward_leaves_nothing_old(model):
 
 
 @torch.inference_mode()
-def test_stack_rounds_to_nearest_even(model):
-    with Taps(model, [0]) as taps:
+def test_taps_round_to_nearest_even(model):
+    with Taps(model, [0, 3]) as taps, Taps(model, [0, 3], torch.bfloat16) as rounded:
         run_decoder(model, input_ids=some_ids())
-    exact = taps.stack()
-    assert torch.equal(taps.stack(torch.bfloat16), exact.to(torch.bfloat16))
-    assert exact.dtype == torch.float32
+    assert taps.stack().dtype == torch.float32
+    assert torch.equal(rounded.stack(), taps.stack().to(torch.bfloat16))
 
 
-def test_no_head_and_no_other_layers(model):
-    """The head never runs, and only the tapped layers' outputs are kept."""
-    calls = []
+def test_no_head_and_no_layers_output_is_kept(model):
+    """The head never runs, and what a layer gave is gone once the next one has read it."""
+    calls, given = [], []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    with Taps(model, [1]) as taps, torch.inference_mode():
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda m, x, out: given.append(weakref.ref(out)))
+    with Taps(model, [1, 3]) as taps, torch.inference_mode():
         out = run_decoder(model, input_ids=some_ids())
-        assert len(taps.states) == 1 and out.hidden_states is None
+        assert taps.stack().shape == (2, 17, 2, 64) and out.hidden_states is None
+        assert len(given) == LAYERS and not any(ref() is not None for ref in given)
     assert not calls
 
 

@@ -211,7 +211,6 @@ def test_the_final_norm_is_the_models(name, dtype, request, identity_of):
 
 
 def test_the_final_norm_of_gemma(tmp_path, tiny_llama, identity_of):
-    """No target yet, since it scales its embeddings; its norm is read as it is all the same."""
     torch.manual_seed(3)
     model = GemmaForCausalLM(GemmaConfig(**SHAPE))
     with torch.no_grad():
@@ -327,12 +326,12 @@ REFUSED = {
         other_values(model_type="nope", auto_map={"AutoConfig": "c.C"}),
         "target.trust_remote_code: true",
     ),
-    "capped logits": (
-        other_values(final_logit_softcapping=30.0),
-        "final_logit_softcapping is 30.0",
+    "frequencies that follow the length": (
+        other_values(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "rope_type is dynamic: what a token's hidden state is depends on how long the text becomes",
     ),
     "scaled logits": (other_values(logits_scaling=8.0), "logits_scaling is 8.0: the model scales"),
-    "scaled embeddings": (other_config(GemmaConfig), "ScaledWordEmbedding, not by a plain table"),
+    "scaled embeddings": (other_values(scale_emb=12.0), "scale_emb is 12.0: the model scales"),
     "head with a bias": (other_config(PhiConfig), "is not a plain matrix (it has a bias"),
     "text and images": (other_config(Qwen2VLConfig), "qwen2_vl is not a text-only decoder"),
     "encoder and decoder": (other_config(T5Config), "t5 is not a text-only decoder"),
@@ -354,6 +353,21 @@ def test_an_unfit_folder_is_refused_with_its_reason(fault, tiny_qwen3, copy_of, 
     said = refusal(target.main, "--settings", settings(folder), "--out", out)
     assert says in said and str(folder) in said
     assert not out.exists()
+
+
+def test_embeddings_that_are_no_table(tiny_qwen3, tmp_path, refusal, monkeypatch):
+    class Other(torch.nn.Module):
+        weight = None
+
+    def shell(*args):
+        model = without(*args)
+        model.model.embed_tokens = Other()
+        return model
+
+    without = target._without_weights
+    monkeypatch.setattr(target, "_without_weights", shell)
+    said = refusal(target.main, "--settings", settings(tiny_qwen3), "--out", tmp_path / "i.json")
+    assert "Qwen3ForCausalLM embeds tokens by Other, not by a table, which" in said
 
 
 def test_a_folder_that_is_not_there(tmp_path, refusal):
