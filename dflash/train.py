@@ -29,6 +29,7 @@ from torch import nn
 
 from dflash import attention, config, data, kernels, loss, target
 from dflash.drafter import (
+    BEFORE_MLP,
     DTYPES,
     Drafter,
     DrafterConfig,
@@ -93,6 +94,7 @@ def new_drafter(
             for name in drafter.state_dict()
             if name.startswith("layers.0.")
         ]
+        names += [name.replace(*BEFORE_MLP) for name in names if BEFORE_MLP[0] in name]
         tensors = target.load_tensors(identity, names, optional=True)
         try:
             offset = target.norm_offset(identity, trust_remote_code)
@@ -129,7 +131,7 @@ def weights_of_slots(settings: config.Drafter) -> torch.Tensor:
 
 class Head:
     """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens,
-    and its final norm where its own distribution is asked for."""
+    and its final norm and the cap of its logits where its own distribution is asked for."""
 
     def __init__(
         self,
@@ -137,9 +139,11 @@ class Head:
         head_VH: torch.Tensor,
         dtype: torch.dtype,
         norm: nn.Module | None = None,
+        cap: float | None = None,
     ):
         self.embed_VH, self.head_VH = embed_VH, head_VH.to(dtype)
         self.norm = norm.to(head_VH.device, dtype) if norm is not None else None
+        self.cap = cap
         self.row_of: torch.Tensor | None = None
 
     def reduce(self, tokens: np.ndarray) -> None:
@@ -190,7 +194,8 @@ def pack_loss(
         )
     teacher = None
     if kind.labels != "data":
-        teacher = loss.Teacher(pack.last_SH.to(device), pack.target_rows_NB.to(device), head.norm)
+        rows_NB = pack.target_rows_NB.to(device)
+        teacher = loss.Teacher(pack.last_SH.to(device), rows_NB, head.norm, head.cap)
     return loss.block_loss(
         hidden,
         head.head_VH,
@@ -387,7 +392,8 @@ def train(
     steps = total_steps(len(stream), training)
     embed, head_weight = target.load_embedding_and_head(identity)
     norm = target.load_final_norm(identity, trust_remote_code) if asks_target else None
-    head = Head(embed.to(device), head_weight.to(device), dtype, norm)
+    cap = target.load_softcap(identity, trust_remote_code)
+    head = Head(embed.to(device), head_weight.to(device), dtype, norm, cap)
     if training.loss.head_tokens:
         kept = training.loss.head_tokens
         head.reduce(data.frequent_tokens(shards, kept, identity.vocab_size, everywhere))
