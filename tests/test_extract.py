@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +19,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dflash import extract, features
+from dflash import config, extract, features
 from dflash.errors import UserError
+from dflash.extract import Batches
 from dflash.features import open_shard
 from dflash.regenerate import TokenRow, write_tokens
 from dflash.taps import Taps
@@ -387,6 +391,125 @@ def test_padding_never_shows(folder):
         assert n == max(LENGTHS) or not np.array_equal(one[i, n:], other[i, n:])
 
 
+# --- batches --------------------------------------------------------------------------------------
+
+
+def cut(lengths: list[int], limit: int, edge: int | None = None) -> tuple[list[list[int]], Batches]:
+    """The lengths of each batch, and what was counted."""
+    rows = sorted(some_rows(lengths), key=lambda row: -len(row.input_ids))
+    batches, start, found = Batches(limit, edge), 0, []
+    while start < len(rows):
+        batch = rows[start : batches.end(rows, start)]
+        batches.count(batch)
+        start += len(batch)
+        found.append([len(row.input_ids) for row in batch])
+    assert sum(found, []) == sorted(lengths, reverse=True)
+    return found, batches
+
+
+def test_a_batch_ends_at_its_tokens_at_the_padding_of_all_and_at_the_edge():
+    assert cut([10] * 5, limit=30)[0] == [[10] * 3, [10] * 2]
+    assert cut([50, 3], limit=30)[0] == [[50], [3]]
+    assert cut([100, 90], limit=1000)[0] == [[100, 90]]  # 10 of 200 tokens
+    assert cut([100, 89], limit=1000)[0] == [[100], [89]]
+    assert cut([100] * 8 + [50, 20], limit=800)[0] == [[100] * 8, [50, 20]]  # 30 of 900
+    assert cut([100, 99, 98], limit=1000, edge=98)[0] == [[100, 99], [98]]
+    assert cut([100, 99, 98], limit=1000, edge=100)[0] == [[100, 99, 98]]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_padding_stays_below_its_share_at_any_moment(seed):
+    lengths = np.random.default_rng(seed).lognormal(5, 1, 3000).clip(2, 3000).astype(int).tolist()
+    found, batches = cut(lengths, limit=8192)
+    assert batches.tokens == sum(len(batch) * batch[0] for batch in found)
+    assert batches.padding == batches.tokens - sum(lengths)
+    for i in range(len(found)):
+        read = sum(len(batch) * batch[0] for batch in found[: i + 1])
+        assert read - sum(map(sum, found[: i + 1])) <= 0.05 * read
+    assert all(len(batch) == 1 or len(batch) * batch[0] <= 8192 for batch in found)
+    assert len(found) < 1.1 * batches.tokens / 8192  # and yet they are nearly full
+
+
+def test_the_next_batch_and_no_other_is_read_while_one_is_written(tiny_llama, monkeypatch):
+    rows = some_rows([20] * 12)
+    started, forward = [threading.Event() for _ in range(4)], extract.forward
+
+    def noted(*args):
+        next(event for event in started if not event.is_set()).set()
+        return forward(*args)
+
+    monkeypatch.setattr(extract, "forward", noted)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    with Taps(model, TAPS, torch.bfloat16) as taps:
+        found = extract.documents(model, taps, rows, Batches(60), 0)
+        for i, document in enumerate(found):
+            assert document.sample_id == rows[i].sample_id
+            if i // 3 < 3:
+                assert started[i // 3 + 1].wait(30)
+            assert not any(event.is_set() for event in started[i // 3 + 2 :])
+
+
+# --- several cards ----------------------------------------------------------------------------------
+
+RANK = """
+import os, sys, torch
+from dflash import extract
+from dflash.errors import entrypoint
+if os.environ["RANK"] == sys.argv.pop(1):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    extract.run_decoder = no_memory
+entrypoint(extract.main)
+"""
+
+
+@pytest.fixture
+def two_ranks(tmp_path, tiny_qwen3, identity_file) -> Callable:
+    """Runs the stage as two processes, of which one may be made to fail; how that ended."""
+
+    def go(rows: list[TokenRow], out: Path, failing: int | str = "none"):
+        write_tokens(tmp_path / "tokens.parquet", rows)
+        (tmp_path / "rank.py").write_text(RANK)
+        machine = {"batch_tokens": 200, "parallel": "tensor", "gpu": 2}
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(str(tmp_path / "rank.py"), str(failing), "--settings", json.dumps(SETTINGS)),
+            *("--machine", json.dumps(machine), "--identity", str(identity_file(tiny_qwen3))),
+            *("--tokens", str(tmp_path / "tokens.parquet"), "--out", str(out)),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    return go
+
+
+def test_two_ranks_write_what_one_process_writes(run, two_ranks, tiny_qwen3, tmp_path):
+    done = two_ranks(some_rows(), tmp_path / "two.zarr")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8 documents") == 1 and "tokens/s on 2 ranks of cpu" in done.stdout
+    one, two = open_shard(run(some_rows(), tiny_qwen3)), open_shard(tmp_path / "two.zarr")
+    assert one.sample_ids == two.sample_ids and one.identity == two.identity
+    for i in range(len(one)):
+        a, b = as_float(one.read(i).hidden), as_float(two.read(i).hidden)
+        assert torch.allclose(a, b, rtol=0.01, atol=1e-3)
+
+
+def test_a_rank_that_fails_ends_all_with_the_cause(two_ranks, tmp_path):
+    done = two_ranks(some_rows([20] * 9), tmp_path / "shard" / "two.zarr", failing=1)
+    assert done.returncode != 0
+    assert "error: extract: out of memory with 180 tokens at once; set `machine" in done.stderr
+    assert list((tmp_path / "shard").iterdir()) == []
+
+
+def test_gpus_that_would_not_be_used():
+    with pytest.raises(UserError, match="gpu 2 with parallel `none`: one GPU would be used; allow"):
+        config.check(config.ExtractMachine, {"gpu": 2}, "machine.extract")
+    for parallel in ("device_map", "tensor"):
+        config.check(config.ExtractMachine, {"gpu": 2, "parallel": parallel}, "machine.extract")
+
+
+# --- what can go wrong ------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "number, words",
     [(errno.EROFS, "the file system is read-only"), (errno.ENOSPC, "the disk is full")],
@@ -417,8 +540,6 @@ def test_results_folder_that_cannot_be_written(
 
 def test_settings_are_those_of_the_workflow():
     """`config.stage_settings` and this stage agree on the keys."""
-    from dflash import config
-
     workflow = config.demo_workflow()
     for labels in ("data", "argmax", "soft"):
         training = config.Training(loss=config.Loss(labels=labels))

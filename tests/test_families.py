@@ -8,13 +8,12 @@ reference reads each document alone, in float32, with the attention that the fam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import PAD, SHAPE, save_tiny
+from conftest import SHAPE, save_tiny
 from test_extract import SETTINGS, as_float, some_rows
 from torch import nn
 from transformers import (
@@ -35,7 +34,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from dflash import config, evaluate, extract, loss, target, train
+from dflash import config, evaluate, extract, target, train
 from dflash.corpus import Prompt
 from dflash.decode import generate
 from dflash.drafter import Drafter
@@ -79,9 +78,18 @@ FAMILIES = {
         dict(layer_types=["sliding_attention", "full_attention"] * 2, **GEMMA, **WINDOW),
     ),
     "phi3": (Phi3Config, WINDOW),
-    "phi3-long": (Phi3Config, dict(rope_parameters=LONG)),
+    "phi3-long": (Phi3Config, dict(rope_parameters=LONG, original_max_position_embeddings=33)),
     "gpt-oss": (GptOssConfig, dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW)),
     "qwen3.5": (Qwen3_5TextConfig, LINEAR),
+    "qwen3.5-with-sight": (
+        Qwen3_5Config,
+        dict(
+            text_config=SHAPE | LINEAR,
+            vision_config=dict(
+                depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64
+            ),
+        ),
+    ),
     "qwen3.5-moe": (
         Qwen3_5MoeTextConfig,
         dict(shared_expert_intermediate_size=32, **EXPERTS, **LINEAR),
@@ -91,7 +99,7 @@ FAMILIES = {
         dict(shared_expert_intermediate_size=32, **EXPERTS, **LINEAR),
     ),
 }
-LINEAR_ONES = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
+LINEAR_ONES = ("qwen3.5", "qwen3.5-with-sight", "qwen3.5-moe", "qwen3-next")
 DECODED = [name for name in FAMILIES if name not in LINEAR_ONES]
 
 
@@ -99,7 +107,12 @@ def make(folder: Path, config_class: type, more: dict) -> Path:
     """Save a tiny model whose vectors (gains, biases, sinks) are random too, not ones and zeros."""
     torch.manual_seed(5)
     made = config_class(**{**SHAPE, **more})
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    if (
+        config_class is Qwen3_5Config
+    ):  # as it is published; transformers takes the text's part of it
+        model = Qwen3_5ForConditionalGeneration(made)
+    else:
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -178,10 +191,14 @@ def test_every_tap_of_every_document_is_the_models_own(family, tmp_path):
 def test_the_target_stage_gives_what_a_drafter_needs(family):
     identity = target.read_identity(family / "identity.json")
     own = json.loads((family / "model/config.json").read_text())
+    own = own.get("text_config", own)
     rope = own["rope_parameters"]
     assert identity.rope_theta == rope.get("full_attention", rope)["rope_theta"]
-    assert identity.intermediate_size == own.get("intermediate_size", 2 * 32 + 32)
+    assert identity.intermediate_size == 96
     model = target.load_model(identity, "float32")
+    ids = torch.tensor([[5, 9, 300]])
+    out = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(head_logits(model, out.hidden_states[-1]), out.logits)
     embed, head = target.load_embedding_and_head(identity)
     assert torch.equal(embed, model.get_input_embeddings().weight)
     assert torch.equal(head, model.get_output_embeddings().weight)
@@ -217,9 +234,24 @@ def test_speculative_output_is_the_targets_own(name, tmp_path_factory):
         root / "model", dtype=torch.float32, attn_implementation="eager"
     ).eval()
     asked = [Prompt(f"{i:016x}", "", "", "", "heldout", [], ids) for i, ids in enumerate(prompts)]
-    assert all(
-        evaluate.own_greedy_outputs(reference, asked, plain, limit, identity.eos_token_ids)
-    )
+    assert all(evaluate.own_greedy_outputs(reference, asked, plain, limit, identity.eos_token_ids))
+
+
+def test_a_text_that_may_pass_the_edge_of_its_frequencies_is_not_decoded(tmp_path_factory):
+    identity = target.read_identity(prepared("phi3-long", tmp_path_factory) / "identity.json")
+    with pytest.raises(UserError, match="may reach 34 tokens, and beyond 33 this target turns all"):
+        generate(target.load_model(identity, "float32"), [[5] * 23], 10, [1])
+
+
+def test_tensor_parallelism_without_a_plan_or_without_torchrun(tmp_path_factory, monkeypatch):
+    identity = target.read_identity(prepared("gpt-oss", tmp_path_factory) / "identity.json")
+    with pytest.raises(UserError, match="found tensor, which needs a process a card; start the st"):
+        target.load_model(identity, "float32", parallel="tensor")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        UserError, match="no plan that splits the layers of gpt_oss; use device_map"
+    ):
+        target.load_model(identity, "float32", parallel="tensor")
 
 
 @pytest.mark.parametrize("name", LINEAR_ONES)

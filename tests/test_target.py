@@ -386,6 +386,34 @@ def test_scaling_hidden_in_code_is_seen_when_the_model_is_loaded(tiny_llama, tmp
         target.load_model(pretended, "float32")
 
 
+def test_a_stated_cap_of_the_logits_that_the_model_does_not_set(tiny_qwen3, copy_of, identity_of):
+    folder = copy_of(tiny_qwen3)
+    edit_json(folder / "config.json", final_logit_softcapping=0.5)
+    with pytest.raises(UserError, match="changes its embeddings or logits on the way"):
+        target.load_model(identity_of(folder), "float32")
+
+
+def test_a_target_over_all_cards(tiny_qwen3, identity_of, monkeypatch):
+    identity, load, asked = identity_of(tiny_qwen3), AutoModelForCausalLM.from_pretrained, {}
+
+    def loaded(folder, **options):
+        asked.update(options)
+        model, found = load(folder, **options | {"device_map": {"": "cpu"}})
+        model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": left}
+        return model, found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    left = 1
+    target.load_model(identity, "float32", parallel="device_map")
+    assert asked["device_map"] == "auto"
+    for left in ("cpu", "disk"):
+        with pytest.raises(
+            UserError, match=f"parts of it went to {left}; raise `machine.extract.gpu"
+        ):
+            target.load_model(identity, "float32", parallel="device_map")
+
+
 def test_stated_facts_that_differ_are_all_named(tiny_llama, tmp_path, refusal):
     right = dict(
         num_hidden_layers=4, hidden_size=64, vocab_size=VOCAB, pad_token_id=PAD, eos_token_ids=[END]
