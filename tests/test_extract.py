@@ -431,11 +431,13 @@ def test_padding_stays_below_its_share_at_any_moment(seed):
 
 
 def test_the_next_batch_and_no_other_is_read_while_one_is_written(tiny_llama, monkeypatch):
-    rows = some_rows([20] * 12)
-    started, forward = [threading.Event() for _ in range(4)], extract.forward
+    rows, forward = some_rows([20] * 12), extract.forward
+    started, written = ([threading.Event() for _ in range(4)] for _ in range(2))
 
     def noted(*args):
-        next(event for event in started if not event.is_set()).set()
+        batch = sum(event.is_set() for event in started)
+        started[batch].set()
+        assert batch == 0 or written[batch - 1].wait(30)  # this one goes on meanwhile
         return forward(*args)
 
     monkeypatch.setattr(extract, "forward", noted)
@@ -444,8 +446,8 @@ def test_the_next_batch_and_no_other_is_read_while_one_is_written(tiny_llama, mo
         found = extract.documents(model, taps, rows, Batches(60), 0)
         for i, document in enumerate(found):
             assert document.sample_id == rows[i].sample_id
-            if i // 3 < 3:
-                assert started[i // 3 + 1].wait(30)
+            assert i // 3 == 3 or started[i // 3 + 1].wait(30)
+            written[i // 3].set()
             assert not any(event.is_set() for event in started[i // 3 + 2 :])
 
 

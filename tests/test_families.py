@@ -92,7 +92,8 @@ FAMILIES = {
     ),
     "qwen3.5-moe": (
         Qwen3_5MoeTextConfig,
-        dict(shared_expert_intermediate_size=32, **EXPERTS, **LINEAR),
+        # no layer with a dense MLP: what a token passes is two experts of 32 and a shared one
+        dict(shared_expert_intermediate_size=32, intermediate_size=None, **EXPERTS, **LINEAR),
     ),
     "qwen3-next": (
         Qwen3NextConfig,
