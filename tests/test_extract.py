@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiny
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -500,6 +501,16 @@ def test_a_rank_that_fails_ends_all_with_the_cause(two_ranks, tmp_path):
     assert done.returncode != 0
     assert "error: extract: out of memory with 180 tokens at once; set `machine" in done.stderr
     assert list((tmp_path / "shard").iterdir()) == []
+
+
+@pytest.mark.parametrize("parallel", ["device_map", "tensor"])
+def test_the_rule_starts_a_process_or_a_process_a_card(tiny_llama, tmp_path, parallel):
+    asked = tiny.settings(tmp_path, tiny_llama)
+    asked["machine"]["extract"] = {"gpu": 2, "parallel": parallel}
+    done = tiny.snakemake(tmp_path, asked, "--dry-run", "--printshellcmds")
+    starts = "torchrun --standalone --nproc-per-node=2" if parallel == "tensor" else "python"
+    command = f"python -m dflash.launch --gpus 2 --needs 2 -- {starts} -m dflash.extract --settings"
+    assert done.stdout.count(command) == 2, done.stdout + done.stderr
 
 
 def test_gpus_that_would_not_be_used():

@@ -116,6 +116,23 @@ def test_no_head_and_no_layers_output_is_kept(model):
     assert not calls
 
 
+def test_layers_in_several_places(tiny_qwen3, tmp_path):
+    """As `device_map` places them, here on the CPU and on disk: hooks of accelerate move the rest."""
+    ends = ("embed_tokens", "norm", "rotary_emb")
+    places = {"lm_head": "cpu", **{f"model.{name}": "cpu" for name in ends}}
+    places |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
+    options = dict(dtype=torch.float32, device_map=places, offload_folder=tmp_path)
+    spread = AutoModelForCausalLM.from_pretrained(tiny_qwen3, **options).eval()
+    whole = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
+    assert spread.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    found = []
+    for model in (spread, whole):
+        with Taps(model, [0, 1, 3]) as taps, torch.inference_mode():
+            run_decoder(model, input_ids=some_ids())
+        found.append(taps.stack())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("ids", [[4], [-1], [0, 9]])
 def test_layers_outside_the_target(model, ids):
     with pytest.raises(UserError, match=r"expected layer ids from 0 to 3.*change the drafter's"):
