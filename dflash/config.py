@@ -366,7 +366,28 @@ class RegenerateMachine(Machine):
 
 
 class ExtractMachine(Machine):
+    gpu: int = Field(
+        0,
+        ge=0,
+        description="GPUs a job needs (a machine without any runs on CPU); more than one with "
+        "`parallel` only.",
+    )
     batch_tokens: int = Field(8192, ge=1, description="Padded tokens read together.")
+    parallel: Literal["none", "device_map", "tensor"] = Field(
+        "none",
+        description="For targets that one GPU does not hold: their layers one after the other over "
+        "all GPUs (`device_map`), or a part of every layer on each (`tensor`, a process a GPU; faster, "
+        "where transformers has a plan for the family).",
+    )
+
+    @model_validator(mode="after")
+    def _one_by_one(self) -> ExtractMachine:
+        if self.gpu > 1 and self.parallel == "none":
+            raise ValueError(
+                f"gpu {self.gpu} with parallel `none`: one GPU would be used; allowed: gpu 1, or parallel "
+                "device_map or tensor"
+            )
+        return self
 
 
 class TrainMachine(Machine):

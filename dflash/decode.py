@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dflash.attention import Visibility, folded
 from dflash.drafter import Drafter, block_input
 from dflash.errors import UserError
-from dflash.taps import Taps
+from dflash.taps import Taps, head_logits, rope_edge
 
 # The prompts are read in pieces of about so many tokens (rows times columns): enough for a full
 # matrix product, and small enough that temporaries stay below the size at which the C library returns
@@ -86,7 +86,8 @@ class TargetRunner:
     """Forwards of the target over new tokens of every prompt, with taps and the wanted logits.
 
     Raises UserError for targets whose layers are not all softmax attention over positions (linear
-    attention keeps a state that cannot be overwritten by position).
+    attention keeps a state that cannot be overwritten by position), and for texts that may become
+    so long that all their positions would be turned otherwise, cached ones too.
     """
 
     KINDS = ("full_attention", "sliding_attention")
@@ -102,7 +103,15 @@ class TargetRunner:
                 f"the target has layers of kind {', '.join(other)}, whose cache cannot be rewound; "
                 "decoding supports full and sliding attention"
             )
+        edge = rope_edge(text)
+        if edge is not None and places > edge:
+            raise UserError(
+                f"prompt, response and block may reach {places} tokens, and beyond {edge} this target turns "
+                "all positions otherwise (longrope), cached ones too, which decoding cannot do yet; "
+                "lower `max_new_tokens` or `corpus.max_prompt_tokens`"
+            )
         self.model, self.kinds = model, kinds
+        self.additive = text._attn_implementation == "eager"  # which adds its mask to the scores
         self.device = next(model.parameters()).device
         self.cache = TargetCache(n, places, text.num_hidden_layers)
         self.tap_ids = tap_ids
@@ -120,6 +129,10 @@ class TargetRunner:
         back = at_nL[:, None, :, None] - place  # [n, 1, L, length]
         far = {"full_attention": length, "sliding_attention": self.window}
         masks = {kind: (back >= 0) & (back < far[kind]) for kind in sorted(self.kinds)}
+        if self.additive:
+            never = torch.finfo(self.model.dtype).min
+            zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
+            masks = {kind: zero.where(mask, never) for kind, mask in masks.items()}
         with Taps(self.model, self.tap_ids) as taps:
             out = self.model.get_decoder()(
                 input_ids=ids_nL,
@@ -132,7 +145,7 @@ class TargetRunner:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's head over hidden states [..., H] -> [..., V]."""
-        return self.model.get_output_embeddings()(hidden)
+        return head_logits(self.model, hidden)
 
 
 class DrafterRunner:

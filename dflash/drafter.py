@@ -381,6 +381,11 @@ def block_input(
     return F.embedding(ids, embed_VH)
 
 
+# Gemma also norms what attention and MLP give. Its norm of the first name is one of those; the one
+# before the MLP, the part that this name has in a drafter, has the second.
+BEFORE_MLP = ("post_attention_layernorm", "pre_feedforward_layernorm")
+
+
 def start_from_target(
     drafter: Drafter,
     tensors: dict[str, torch.Tensor],
@@ -391,7 +396,8 @@ def start_from_target(
     """Copy what fits from the target: final norm, whole layers' tensors, and the last tap through fc.
 
     `tensors` are the target's by their names under `prefix` (`model.`); drafter layer i takes
-    those of `target_layers[i]`. A tensor whose shape differs stays random. `norm_offset` is added to
+    those of `target_layers[i]`. A tensor that the target does not have, or in another shape, stays
+    random. `norm_offset` is added to
     gains, since a drafter's norm multiplies by its weight and some targets' by 1 + weight. Returns
     the names copied.
     """
@@ -407,7 +413,9 @@ def start_from_target(
     for i, source in enumerate(target_layers):
         for name in own:
             if name.startswith(f"layers.{i}."):
-                take(name, name.replace(f"layers.{i}.", f"layers.{source}.", 1))
+                theirs = name.replace(f"layers.{i}.", f"layers.{source}.", 1)
+                before_mlp = theirs.replace(*BEFORE_MLP)
+                take(name, before_mlp if prefix + before_mlp in tensors else theirs)
     width = drafter.config.hidden_size
     with torch.no_grad():
         drafter.fc.weight.zero_()

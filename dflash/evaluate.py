@@ -29,7 +29,7 @@ from dflash.drafter import DTYPES, Drafter, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
 from dflash.progress import progress
-from dflash.taps import run_decoder
+from dflash.taps import head_logits, run_decoder
 
 
 def acceptance(cycles_of: Iterable[list[int]], block_size: int) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def own_greedy_outputs(
             hidden = run_decoder(model, input_ids=ids.to(model.device), use_cache=False)
             for i, row, states in zip(batch, rows, hidden.last_hidden_state, strict=True):
                 tokens, first = responses[i].tokens, len(prompts[i].prompt_ids) - 1
-                logits = model.get_output_embeddings()(states[first : len(row) - 1])
+                logits = head_logits(model, states[first : len(row) - 1])
                 stops = [t in eos for t in tokens]
                 ended = stops[-1] or len(tokens) == limit
                 own = logits.argmax(-1).tolist() == tokens

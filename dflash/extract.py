@@ -8,22 +8,29 @@ One forward of the decoder without its head gives all features of a document. Wh
 not depend, up to rounding, on which documents were read together. Where some drafter learns from the
 target's own distribution, the last layer's output is stored too, before the final norm.
 
+The target reads a batch while the one before is written. It may lie on several cards: with
+`machine.extract.parallel` set to tensor this runs under torchrun, a process a card; every process
+reads the same batches and the first one writes.
+
 Legend: B documents · S tokens · T taps · H hidden width.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from dflash.config import DType, Extract, ExtractMachine, canonical, check
 from dflash.errors import UserError, entrypoint
@@ -31,8 +38,10 @@ from dflash.features import Document, Shard, open_shard, shard_identity, write_s
 from dflash.files import read_settings, sha256, text_sha256
 from dflash.progress import progress
 from dflash.regenerate import TokenRow, read_tokens
-from dflash.taps import Taps, decoder, final_norm, run_decoder
-from dflash.target import is_out_of_memory, load_model, read_identity
+from dflash.taps import Taps, decoder, final_norm, rope_edge, run_decoder
+from dflash.target import Identity, is_out_of_memory, load_model, read_identity
+
+MAX_PADDING = 0.05  # of all tokens that the target reads
 
 
 class StageSettings(Extract):
@@ -93,102 +102,212 @@ def select(
     return sorted(kept, key=lambda row: (-len(row.input_ids), row.sample_id)), dropped
 
 
-def batch_end(rows: Sequence[TokenRow], start: int, batch_tokens: int) -> int:
-    """Where the batch that starts at `start` ends: at most so many padded tokens, at least one row.
+@dataclass
+class Batches:
+    """How many documents, longest first, are read together.
 
-    The first row is the longest, so it alone decides the width.
+    A batch ends before its padded tokens would pass `limit`, and before the padding of all batches so
+    far would pass `MAX_PADDING` of their tokens: what long and equal documents save, short and
+    unequal ones may use. It also ends at `edge`, beyond which the target turns a whole batch's positions
+    otherwise (`dflash.taps.rope_edge`).
     """
-    return start + max(1, batch_tokens // len(rows[start].input_ids))
+
+    limit: int
+    edge: int | None = None
+    tokens: int = 0  # of the batches read so far, padding included
+    padding: int = 0  # of these
+
+    def end(self, rows: Sequence[TokenRow], start: int) -> int:
+        """Where the batch that starts at `start` ends: after at least one row."""
+        width = len(rows[start].input_ids)
+        padding, end = 0, start + 1
+        while end < len(rows) and (end + 1 - start) * width <= self.limit:
+            length = len(rows[end].input_ids)
+            padding += width - length
+            tokens = self.tokens + (end + 1 - start) * width
+            if self.padding + padding > MAX_PADDING * tokens:
+                break
+            if self.edge is not None and length <= self.edge < width:
+                break
+            end += 1
+        return end
+
+    def count(self, batch: Sequence[TokenRow]) -> None:
+        """Add a batch that was read."""
+        tokens = len(batch) * len(batch[0].input_ids)
+        self.tokens += tokens
+        self.padding += tokens - sum(len(row.input_ids) for row in batch)
+
+    def halve(self, batch: Sequence[TokenRow]) -> None:
+        """Take half the tokens of a batch that did not fit from now on, and say so on stderr.
+
+        Raises UserError for a single document, and where other processes read the same batches: those
+        wait inside the forward that failed here.
+        """
+        width = len(batch[0].input_ids)
+        if len(batch) == 1:
+            raise UserError(
+                f"sample {batch[0].sample_id}: not even this one document ({width} tokens) fits in "
+                "memory; lower `extract.max_tokens`, or use a device with more memory"
+            )
+        tokens = len(batch) * width
+        self.limit = tokens // 2
+        if torch.distributed.is_initialized():
+            raise UserError(
+                f"extract: out of memory with {tokens} tokens at once; set "
+                f"`machine.extract.batch_tokens` to {self.limit}"
+            )
+        print(
+            f"extract: out of memory with {tokens} tokens at once, going on with {self.limit}; "
+            "set `machine.extract.batch_tokens` to that",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 # --- the forward --------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def forward(model: nn.Module, taps: Taps, rows: Sequence[TokenRow], pad_id: int) -> np.ndarray:
-    """Hidden states of documents read together: uint16 [B, S, T, H], bf16 bits, padding included.
+def forward(
+    model: nn.Module, taps: Taps, rows: Sequence[TokenRow], pad_id: int
+) -> tuple[Tensor, torch.cuda.Event | None] | None:
+    """Hidden states of documents read together: bfloat16 [B, S, T, H], padding included, on the host.
 
-    Padding is on the right, where the causal mask already hides it from every real token, so no
-    padding mask is passed: that keeps the fast attention kernels, which take none.
+    From a GPU they are still being copied there until the event returned with them has happened.
+    None where memory did not suffice. Padding is on the right, where the causal mask already hides it
+    from every real token, so no padding mask is passed: that keeps the fast attention kernels, which
+    take none.
     """
     width = max(len(row.input_ids) for row in rows)
     ids_BS = torch.full((len(rows), width), pad_id)
     for i, row in enumerate(rows):
         ids_BS[i, : len(row.input_ids)] = torch.from_numpy(row.input_ids)
-    run_decoder(model, input_ids=ids_BS.to(model.device), use_cache=False)
-    hidden_BSTH = taps.stack(torch.bfloat16).cpu()
-    taps.clear()
-    return hidden_BSTH.view(torch.uint16).numpy()
+    try:
+        run_decoder(model, input_ids=ids_BS.to(model.device), use_cache=False)
+        return _to_host(taps.stack())
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+    finally:
+        taps.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def _to_host(hidden: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start copying from a GPU in a stream of its own, beside what the model does next."""
+    if hidden.device.type != "cuda":
+        return hidden, None
+    stream = torch.cuda.Stream(hidden.device)
+    stream.wait_stream(torch.cuda.current_stream(hidden.device))
+    with torch.cuda.stream(stream):
+        host = hidden.to("cpu", non_blocking=True)
+    hidden.record_stream(stream)  # its memory must not be given away before
+    return host, stream.record_event()
 
 
 def documents(
     model: nn.Module,
     taps: Taps,
     rows: Sequence[TokenRow],
-    batch_tokens: int,
+    batches: Batches,
     pad_id: int,
     last_hidden: bool = False,
 ) -> Iterator[Document]:
     """Every row with its hidden states, in order; with `last_hidden`, the last tap is that state.
 
-    Running out of memory halves the batch, for what is left too, and says so. Raises UserError when
-    a single document does not fit.
+    While the caller works on the documents of one batch, the model reads the next one in a thread, and
+    no further. Running out of memory halves the batch, for what is left too, and says so. Raises
+    UserError when a single document does not fit.
     """
-    start = 0
-    while start < len(rows):
-        batch = rows[start : batch_end(rows, start, batch_tokens)]
-        try:
-            hidden_BSTH = forward(model, taps, batch, pad_id)
-        except RuntimeError as e:
-            if not is_out_of_memory(e):
-                raise
-            hidden_BSTH = None
-        if hidden_BSTH is None:  # outside of `except`, whose traceback holds the failed tensors
-            taps.clear()
-            batch_tokens = _halved(batch)
-            continue
-        for i, row in enumerate(batch):
-            hidden, last = hidden_BSTH[i, : len(row.input_ids)], None
-            if last_hidden:
-                hidden, last = hidden[:, :-1], hidden[:, -1]
-            yield Document(row.sample_id, row.input_ids, row.loss_mask, hidden, last)
-        start += len(batch)
+    cuda = model.device.type == "cuda"
+    prepare = torch.cuda.set_device if cuda else None  # a thread's own setting
+    with ThreadPoolExecutor(1, initializer=prepare, initargs=(model.device,)) as thread:
+        start, ready = 0, iter(())
+        while start < len(rows):
+            batch = rows[start : batches.end(rows, start)]
+            coming = thread.submit(forward, model, taps, batch, pad_id)
+            yield from ready
+            ready, hidden = iter(()), coming.result()
+            if hidden is None:
+                batches.halve(batch)
+                continue
+            batches.count(batch)
+            start += len(batch)
+            ready = _cut(batch, *hidden, last_hidden)
+            del hidden, coming  # nothing but `ready` keeps a batch that is handed out
+        yield from ready
+
+
+def _cut(
+    rows: Sequence[TokenRow],
+    hidden: Tensor,
+    copied: torch.cuda.Event | None,
+    last_hidden: bool,
+) -> Iterator[Document]:
+    """The documents of a batch without its padding."""
+    if copied:
+        copied.synchronize()
+    hidden_BSTH = hidden.view(torch.uint16).numpy()
+    for row, hidden_STH in zip(rows, hidden_BSTH, strict=True):
+        hidden, last = hidden_STH[: len(row.input_ids)], None
+        if last_hidden:
+            hidden, last = hidden[:, :-1], hidden[:, -1]
+        yield Document(row.sample_id, row.input_ids, row.loss_mask, hidden, last)
 
 
 @torch.inference_mode()
-def check_final_norm(model: nn.Module, taps: Taps) -> None:
-    """Run two tokens: the final norm of the last tap must be what the head gets.
+def check_final_norm(model: nn.Module) -> None:
+    """Run two tokens: the final norm of the last layer's output must be what the head gets.
 
     Raises UserError for a model that does anything else there.
     """
-    out = run_decoder(model, input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
-    last_BSH = taps.stack()[:, :, -1]
-    taps.clear()
-    if not torch.equal(final_norm(model)(last_BSH), out.last_hidden_state):
+    ids_BS = torch.tensor([[0, 1]], device=model.device)
+    with Taps(model, [len(decoder(model).layers) - 1]) as taps:
+        out = run_decoder(model, input_ids=ids_BS, use_cache=False)
+    last_BSH = taps.stack()[:, :, 0]
+    normed_BSH = final_norm(model)(last_BSH).to(out.last_hidden_state.device)
+    if not torch.equal(normed_BSH, out.last_hidden_state):
         raise UserError(
             f"{type(model).__name__} does more than its final norm between the last layer and the head, "
             "so its distribution does not follow from the stored state; set `training.loss.labels: data`"
         )
 
 
-def _halved(batch: Sequence[TokenRow]) -> int:
-    """The next token budget after a batch that did not fit, told on stderr."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    width = len(batch[0].input_ids)
-    if len(batch) == 1:
-        raise UserError(
-            f"sample {batch[0].sample_id}: not even this one document ({width} tokens) fits in "
-            "memory; lower `extract.max_tokens`, or use a device with more memory"
-        )
-    budget = len(batch) * width // 2
-    print(
-        f"extract: out of memory with {len(batch) * width} tokens at once, going on with {budget}; "
-        "set `machine.extract.batch_tokens` to that",
-        file=sys.stderr,
-        flush=True,
+@contextmanager
+def reading(
+    target: Identity,
+    settings: StageSettings,
+    machine: ExtractMachine,
+    rows: Sequence[TokenRow],
+    threads: int,
+    ranks: int,
+) -> Iterator[tuple[Iterator[Document], Callable[[], str]]]:
+    """Load the target; yields every row with its hidden states, in order, and a function that tells in a
+    few words, afterwards, how they were read."""
+    torch.set_num_threads(threads)
+    model = load_model(
+        target, settings.dtype, settings.trust_remote_code, parallel=machine.parallel
     )
-    return budget
+    caught = list(settings.taps)
+    if settings.last_hidden:
+        check_final_norm(model)
+        caught.append(len(decoder(model).layers) - 1)
+    batches = Batches(machine.batch_tokens, rope_edge(model.config))
+    with (
+        Taps(model, caught, torch.bfloat16) as taps,
+        closing(
+            documents(model, taps, rows, batches, target.pad_token_id or 0, settings.last_hidden)
+        ) as found,
+    ):
+        yield (
+            found,
+            lambda: (
+                f"on {_devices(model, ranks)}, with {batches.padding / batches.tokens:.1%} of padding"
+            ),
+        )
 
 
 # --- the stage ----------------------------------------------------------------------------------
@@ -249,36 +368,42 @@ def main(argv: list[str] | None) -> None:
         last_hidden=settings.last_hidden,
     )
     wanted = identity | {"codec": settings.codec}
+    rank, ranks = 0, 1
+    if machine.parallel == "tensor":  # torchrun's numbers
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if finished(args.out, manifest, wanted, rows):
         print(f"extract {name}: {args.out} is already there and whole; nothing to do")
         return
-    torch.set_num_threads(args.threads or machine.threads)
-    model = load_model(target, settings.dtype, settings.trust_remote_code)
     tokens = sum(len(row.input_ids) for row in rows)
-    caught = list(settings.taps)
-    if settings.last_hidden:
-        caught.append(len(decoder(model).layers) - 1)
-    started = time.monotonic()
+    threads = max(1, (args.threads or machine.threads) // ranks)
+    # Every rank reads everything, the first one alone writes.
+    shard = write_shard(args.out, identity, len(rows), tokens, manifest, dropped, settings.codec)
     with (
-        Taps(model, caught) as taps,
-        write_shard(
-            args.out, identity, len(rows), tokens, manifest, dropped, settings.codec
-        ) as writer,
-        progress(desc=f"extract {name}", total=tokens, unit="tokens") as bar,
+        shard if rank == 0 else nullcontext() as writer,
+        reading(target, settings, machine, rows, threads, ranks) as (found, told),
+        progress(desc=f"extract {name}", total=tokens, unit="tokens", show=rank == 0) as bar,
     ):
-        if settings.last_hidden:
-            check_final_norm(model, taps)
-        for document in documents(
-            model, taps, rows, machine.batch_tokens, target.pad_token_id or 0, settings.last_hidden
-        ):
-            writer.add(document)
+        started = time.monotonic()
+        for document in found:
+            if writer is not None:
+                writer.add(document)
             bar.update(len(document.input_ids))
-    seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+    if rank:
+        return
     size = open_shard(args.out, wanted, manifest).size
     print(
         f"extract {name}: {len(rows)} documents{_report(dropped, settings.max_tokens)}, {tokens} "
-        f"tokens, {size / 1e6:.1f} MB, {tokens / seconds:.0f} tokens/s on {model.device}"
+        f"tokens, {size / 1e6:.1f} MB, {tokens / seconds:.0f} tokens/s {told()}"
     )
+
+
+def _devices(model: nn.Module, ranks: int) -> str:
+    """Where the model lies, for people."""
+    spread = sorted({str(d) for d in getattr(model, "hf_device_map", {}).values()})
+    return f"{ranks} ranks of {model.device.type}" if ranks > 1 else ", ".join(spread) or "cpu"
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dflash.taps import softcapped
+
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:
     """Weight of each slot, exp(-(k-1)/gamma) for k >= 1 and 0 for the anchor; float32 [B].
@@ -85,6 +87,7 @@ class Teacher:
     last_SH: Tensor  # outputs of the target's last layer, before its final norm
     rows_NB: Tensor  # int64; row of last_SH for each slot, read where it is supervised
     norm: nn.Module  # the target's own final norm, in the head's dtype
+    cap: float | None = None  # of its logits (`dflash.taps.softcapped`)
 
 
 class SlotLosses(NamedTuple):
@@ -231,7 +234,7 @@ def block_loss(
 
         def target_logits(rows: slice) -> Tensor:
             last_CH = teacher.last_SH[rows_R[rows]].to(head_VH.dtype)
-            return teacher.norm(last_CH) @ head_VH.T
+            return softcapped(teacher.norm(last_CH) @ head_VH.T, teacher.cap)
 
     loss_R, confidence_R, correct_R = slot_losses(
         hidden_NBH[supervised_NB],

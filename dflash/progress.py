@@ -36,10 +36,12 @@ def progress(
     total: float | None = None,
     unit: str = "it",
     initial: float = 0,
+    show: bool = True,
 ) -> tqdm:
     """A bar for `for x in progress(...)` or, without an iterable, for `bar.update(n)`.
 
     `unit` names what is counted (tokens, documents, steps); rate and remaining time are per unit.
+    Without `show` nothing is printed (other ranks than the first).
     """
     tty = sys.stderr.isatty()
     return tqdm(
@@ -55,4 +57,5 @@ def progress(
         ascii=not tty,
         ncols=None if tty else 100,
         dynamic_ncols=tty,
+        disable=not show,
     )

@@ -51,6 +51,32 @@ def final_norm(model: nn.Module) -> nn.Module:
     return norms[0]
 
 
+def rope_edge(config: Any) -> int | None:
+    """Tokens beyond which a text's positions are all turned otherwise, from its first on; None: never.
+
+    Phi-3 with a long context has two sets of frequencies (longrope) and chooses by the longest text
+    of a batch, so texts on both sides of the edge must not be read together.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+
+
+def softcap(config: Any) -> float | None:
+    """The cap that a model of this config sets its logits (Gemma 2), None without one."""
+    return getattr(config, "final_logit_softcapping", None)
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits squeezed into (-cap, cap): their order stays, their distribution does not."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def head_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """What the model's head makes of final hidden states: [..., H] -> [..., V]."""
+    return softcapped(model.get_output_embeddings()(hidden), softcap(model.config))
+
+
 def run_decoder(model: nn.Module, **inputs: Any) -> Any:
     """Forward of the model without its head: logits of a whole vocabulary are never made."""
     return decoder(model)(**inputs)
@@ -63,11 +89,15 @@ class Taps:
             run_decoder(model, input_ids=ids)
         hidden_BSTH = taps.stack()
 
-    Each forward replaces what the one before left; nothing else is kept or copied. What the last
-    forward gave stays until `clear`.
+    As soon as a layer has finished, its output is copied to its place among the taps, in `dtype` if
+    that is given (to bfloat16: round to nearest even), so that the model's own tensor can go. Each
+    forward begins anew; what the last one gave stays until `clear`. Taps of a model that is spread
+    over several devices are gathered on that of the first tapped layer.
     """
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
+    def __init__(
+        self, model: nn.Module, layer_ids: Sequence[int], dtype: torch.dtype | None = None
+    ):
         self.decoder = decoder(model)
         layers = self.decoder.layers
         if not all(0 <= i < len(layers) for i in layer_ids):
@@ -76,8 +106,9 @@ class Taps:
                 f"target has {len(layers)} layers; change the drafter's `taps`"
             )
         self.layers = [layers[i] for i in layer_ids]
-        self.states: dict[int, Tensor] = {}  # position in layer_ids -> [B, S, H]
+        self.dtype = dtype
         self._handles: list[Any] = []
+        self.clear()
 
     def __enter__(self) -> Self:
         # Emptied first, so that a forward that fails midway leaves no mixture of old and new.
@@ -93,25 +124,22 @@ class Taps:
 
     def _hook(self, position: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.states[position] = output[0] if isinstance(output, tuple) else output
+            state_BSH = output[0] if isinstance(output, tuple) else output
+            if self._hidden_BSTH is None:
+                B, S, H = state_BSH.shape
+                self._hidden_BSTH = state_BSH.new_empty(B, S, len(self.layers), H, dtype=self.dtype)
+            self._hidden_BSTH[:, :, position].copy_(state_BSH)
+            self._caught.add(position)
 
         return hook
 
     def clear(self) -> None:
-        """Let go of the caught tensors."""
-        self.states.clear()
+        """Let go of what was caught."""
+        self._hidden_BSTH: Tensor | None = None
+        self._caught: set[int] = set()
 
-    def stack(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What the last forward gave: [B, S, T, H], taps in the order asked for.
-
-        `dtype` converts on the way (to bfloat16: round to nearest even). Taps of a model that is
-        spread over several devices are gathered on that of the first tap.
-        """
-        if not self.layers or len(self.states) != len(self.layers):
+    def stack(self) -> Tensor:
+        """What the last forward gave: [B, S, T, H], taps in the order asked for."""
+        if self._hidden_BSTH is None or len(self._caught) != len(self.layers):
             raise RuntimeError("no forward has passed through the tapped layers")
-        first = self.states[0]
-        shape = (*first.shape[:2], len(self.layers), first.shape[2])
-        out_BSTH = torch.empty(shape, dtype=dtype or first.dtype, device=first.device)
-        for position, state_BSH in self.states.items():
-            out_BSTH[:, :, position].copy_(state_BSH)
-        return out_BSTH
+        return self._hidden_BSTH

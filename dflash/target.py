@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,12 +32,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from dflash.config import EMBEDDED, Settings, Target, check, is_folder, split_hub_id
 from dflash.errors import UserError
 from dflash.files import read_json, read_settings, sha256, text_sha256, whole, write_json
-from dflash.taps import final_norm
+from dflash.taps import final_norm, head_logits, softcap
 
 if not sys.stderr.isatty():  # its bars redraw one line, which fills a log file
     transformers_logging.disable_progress_bar()
@@ -75,12 +78,12 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenize
 HUB_LEAVES_OUT = ["*/*", "consolidated*"]  # other formats and second copies of the weights
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-# Settings with which models scale or cap what goes in or comes out: a drafter that borrows the bare
-# embedding table and head would see other numbers than the target does.
+# Settings with which models scale what goes in or comes out, outside of the embedding module and the
+# head. (Gemma's embedding module scales its own rows, which does not touch a drafter that reads the
+# bare table; its cap of the logits is a setting that `dflash.taps.softcap` knows.)
 SCALINGS = (
     "embedding_multiplier",
     "scale_emb",
-    "final_logit_softcapping",
     "logits_scaling",
     "logit_scale",
     "output_multiplier",
@@ -160,22 +163,38 @@ def load_model(
     dtype: str,
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
+    parallel: str = "none",
 ) -> PreTrainedModel:
     """The target, ready to run and frozen; `dtype` is "float32" or "bfloat16".
 
-    Raises UserError when it does not take the bare embedding table and the bare head, and when its
-    files lack tensors (transformers only warns and puts random ones in their place).
+    It lies on `device` (default: the GPU, else the CPU), with `parallel` "device_map" layer after
+    layer over all visible cards, and with "tensor" (under torchrun) each rank has its part of every
+    layer by the model's own plan. Attention runs in fused kernels where the family allows (Gemma 2
+    caps its scores and GPT-OSS adds sinks, which they cannot). Raises UserError when the model's
+    logits are not its head's, when its files lack tensors (transformers only warns and puts random
+    ones in their place) and when the visible cards do not hold it.
     """
+    if parallel == "tensor":
+        place = {"distributed_config": _tensor_parallel(identity, trust_remote_code)}
+    elif parallel == "device_map":
+        place = {"device_map": "auto"}
+    else:
+        place = {"device_map": {"": device or default_device()}}
     model, found = AutoModelForCausalLM.from_pretrained(
         identity.folder,
         dtype=getattr(torch, dtype),
-        attn_implementation="sdpa",
         local_files_only=True,
         trust_remote_code=trust_remote_code,
-        device_map={"": device or default_device()},
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below instead
+        **place,
     )
+    left = {str(d) for d in getattr(model, "hf_device_map", {}).values()} & {"cpu", "disk"}
+    if parallel == "device_map" and torch.cuda.is_available() and left:
+        raise UserError(
+            f"{identity.folder}: the visible cards do not hold the target, and parts of it went to "
+            f"{' and '.join(sorted(left))}; raise `machine.extract.gpu`"
+        )
     for fault in ("missing_keys", "mismatched_keys"):
         names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in found.get(fault) or ())
         if names:
@@ -186,6 +205,22 @@ def load_model(
     model = model.eval().requires_grad_(False)
     _check_bare_ends(model, identity)
     return model
+
+
+def _tensor_parallel(identity: Identity, trust_remote_code: bool) -> DistributedConfig:
+    """The model's own plan over all ranks. Raises UserError outside of torchrun or without a plan."""
+    if "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "machine.extract.parallel: found tensor, which needs a process a card; start the stage with "
+            "`torchrun --standalone --nproc-per-node=CARDS -m dflash.extract`"
+        )
+    config = _config(Path(identity.folder), trust_remote_code)
+    if not any("layers." in name for name in getattr(config, "base_model_tp_plan", None) or ()):
+        raise UserError(
+            f"machine.extract.parallel: found tensor, but transformers has no plan that splits the layers "
+            f"of {identity.model_type}; use device_map"
+        )
+    return DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan="auto")
 
 
 def is_out_of_memory(e: RuntimeError) -> bool:
@@ -245,12 +280,11 @@ def load_final_norm(identity: Identity, trust_remote_code: bool = False) -> nn.M
             f"{folder}: the final norm {type(norm).__name__} holds values that are not in the weights; "
             "set `training.loss.labels: data`, which needs no final norm"
         )
-    bare = prefix.removeprefix(shell.base_model_prefix + ".")  # saved from the bare decoder
-    names = [start + name for name in wanted for start in dict.fromkeys((prefix, bare))]
-    tensors = load_tensors(identity, names, optional=True)
+    stored = {name: _stored_names(prefix + name, shell) for name in wanted}
+    tensors = load_tensors(identity, sum(stored.values(), []), optional=True)
     own = {}
     for name in wanted:
-        found = [tensors[start + name] for start in (prefix, bare) if start + name in tensors]
+        found = [tensors[n] for n in stored[name] if n in tensors]
         if not found or found[0].shape != norm.state_dict()[name].shape:
             raise UserError(
                 f"{folder}: its weights hold no {prefix}{name} of the shape that config.json implies; "
@@ -259,6 +293,11 @@ def load_final_norm(identity: Identity, trust_remote_code: bool = False) -> nn.M
         own[name] = found[0]
     norm.load_state_dict(own, assign=True)
     return norm.eval().requires_grad_(False)
+
+
+def load_softcap(identity: Identity, trust_remote_code: bool = False) -> float | None:
+    """The cap of the target's logits (`dflash.taps.softcapped`), None without one."""
+    return softcap(_config(Path(identity.folder), trust_remote_code))
 
 
 def norm_offset(identity: Identity, trust_remote_code: bool = False) -> int:
@@ -447,12 +486,28 @@ def _config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
             f"{file}: transformers does not know this model ({_one_line(e)}); if its code comes "
             "with it, read that code and set `target.trust_remote_code: true`"
         ) from None
+    config = _text_part(config)
     if config.get_text_config() is not config or config.is_encoder_decoder:
         raise UserError(
             f"{file}: {config.model_type} is not a text-only decoder; expected a plain causal "
             "language model"
         )
     return config
+
+
+def _text_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the text model within one that also sees, where transformers loads that alone."""
+    text = config.get_text_config()
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    alone = known and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(text)
+    return text if alone else config
+
+
+def _stored_names(name: str, shell: PreTrainedModel) -> list[str]:
+    """What a weight of the model may be called in its files: as here, as saved from the bare decoder,
+    or as part of a model that also sees."""
+    short = name.removeprefix(shell.base_model_prefix + ".")
+    return list(dict.fromkeys((name, short, f"model.language_model.{short}")))
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -545,15 +600,15 @@ def _shell(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> P
     if scaled:
         key, value = next(iter(scaled.items()))
         raise UserError(
-            f"{file}: {key} is {value}: the model scales or caps its embeddings or logits, which "
+            f"{file}: {key} is {value}: the model scales its embeddings or logits on the way, which "
             "drafters here cannot follow yet; choose another target"
         )
     shell = _without_weights(config, folder, trust_remote_code)
     embedding, head = shell.get_input_embeddings(), shell.get_output_embeddings()
-    if type(embedding) is not nn.Embedding:
+    if not isinstance(embedding, nn.Embedding):
         raise UserError(
             f"{file}: {type(shell).__name__} embeds tokens by {type(embedding).__name__}, not by a "
-            "plain table, which drafters here cannot follow yet; choose another target"
+            "table, which drafters here cannot follow yet; choose another target"
         )
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise UserError(
@@ -570,8 +625,7 @@ def _end_tensors(shell: PreTrainedModel, folder: Path) -> tuple[str, str]:
     names = {}
     for end, module in (("embedding", embedding), ("head", head)):
         name = next(n for n, m in shell.named_modules() if m is module) + ".weight"
-        short = name.removeprefix(shell.base_model_prefix + ".")  # saved from the bare decoder
-        names[end] = next((n for n in (name, short) if n in places), None)
+        names[end] = next((n for n in _stored_names(name, shell) if n in places), None)
     if head.weight is embedding.weight:
         names = _merge_tied(names, folder, places)
     for end, name in names.items():
@@ -615,7 +669,7 @@ def _shape(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
     values = {
         "num_hidden_layers": getattr(config, "num_hidden_layers", None),
         "hidden_size": getattr(config, "hidden_size", None),
-        "intermediate_size": getattr(config, "intermediate_size", None),
+        "intermediate_size": getattr(config, "intermediate_size", None) or _active_width(config),
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None)
@@ -632,14 +686,31 @@ def _shape(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
     return values
 
 
+def _active_width(config: PreTrainedConfig) -> int | None:
+    """Width of all experts that one token passes, where no layer has a dense MLP."""
+    width = getattr(config, "moe_intermediate_size", None)
+    experts = getattr(config, "num_experts_per_tok", None)
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return width * experts + shared if width and experts else None
+
+
 def _rope(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
-    """Base and scaling of the rotary positions. transformers 5 keeps both in `rope_parameters`."""
+    """Base and scaling of the rotary positions of full attention, which a drafter's layers have too.
+
+    transformers 5 keeps both in `rope_parameters`.
+    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))  # Gemma 3: sliding layers have their own
     theta = rope.pop("rope_theta", None)
     if theta is None:
         raise UserError(
-            f"{folder / 'config.json'}: {config.model_type} states no single rope_theta; expected "
-            "one kind of rotary positions for all layers"
+            f"{folder / 'config.json'}: {config.model_type} states no rope_theta; expected rotary "
+            "positions in the layers with full attention"
+        )
+    if rope.get("rope_type") == "dynamic":
+        raise UserError(
+            f"{folder / 'config.json'}: rope_type is dynamic: what a token's hidden state is depends on "
+            "how long the text becomes, which drafters cannot follow; choose another target"
         )
     scaled = rope.get("rope_type", "default") != "default"
     return {"rope_theta": float(theta), "rope_scaling": rope if scaled else None}
@@ -681,7 +752,7 @@ def _end_ids(
 
 @torch.inference_mode()
 def _check_bare_ends(model: PreTrainedModel, identity: Identity) -> None:
-    """Run two tokens: layer 0 must get the bare embeddings, the logits be the bare head's.
+    """Run two tokens: layer 0 must get what the embedding module gives, the logits be the head's.
 
     The config's own words (SCALINGS) miss models that scale in their code.
     """
@@ -689,10 +760,8 @@ def _check_bare_ends(model: PreTrainedModel, identity: Identity) -> None:
     out = model(ids, output_hidden_states=True, use_cache=False)
     first, last = out.hidden_states[0], out.hidden_states[-1]
     embedded = model.get_input_embeddings()(ids)
-    logits = model.get_output_embeddings()(last)
-    if not (
-        torch.equal(first, embedded) and torch.allclose(out.logits, logits, rtol=0.02, atol=0.02)
-    ):
+    own = head_logits(model, last).to(out.logits.device)
+    if not (torch.equal(first, embedded) and torch.allclose(out.logits, own, rtol=0.02, atol=0.02)):
         raise UserError(
             f"{identity.folder}: {identity.architecture} changes its embeddings or logits on the "
             "way, which drafters here cannot follow yet; choose another target"

@@ -30,6 +30,7 @@ from torch import nn
 
 from dflash import attention, config, data, kernels, loader, loss, target
 from dflash.drafter import (
+    BEFORE_MLP,
     DTYPES,
     Drafter,
     DrafterConfig,
@@ -94,6 +95,7 @@ def new_drafter(
             for name in drafter.state_dict()
             if name.startswith("layers.0.")
         ]
+        names += [name.replace(*BEFORE_MLP) for name in names if BEFORE_MLP[0] in name]
         tensors = target.load_tensors(identity, names, optional=True)
         try:
             offset = target.norm_offset(identity, trust_remote_code)
@@ -130,7 +132,7 @@ def weights_of_slots(settings: config.Drafter) -> torch.Tensor:
 
 class Head:
     """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens,
-    and its final norm where its own distribution is asked for."""
+    and its final norm and the cap of its logits where its own distribution is asked for."""
 
     def __init__(
         self,
@@ -138,9 +140,11 @@ class Head:
         head_VH: torch.Tensor,
         dtype: torch.dtype,
         norm: nn.Module | None = None,
+        cap: float | None = None,
     ):
         self.embed_VH, self.head_VH = embed_VH, head_VH.to(dtype)
         self.norm = norm.to(head_VH.device, dtype) if norm is not None else None
+        self.cap = cap
         self.row_of: torch.Tensor | None = None
 
     def reduce(self, tokens: np.ndarray) -> None:
@@ -192,7 +196,7 @@ def pack_loss(
     teacher = None
     if kind.labels != "data":
         last = pack.last_SH.to(device, non_blocking=True)
-        teacher = loss.Teacher(last, pack.target_rows_NB.to(device), head.norm)
+        teacher = loss.Teacher(last, pack.target_rows_NB.to(device), head.norm, head.cap)
     return loss.block_loss(
         hidden,
         head.head_VH,
@@ -426,7 +430,8 @@ def train(
     steps = total_steps(len(stream), training)
     embed, head_weight = target.load_embedding_and_head(identity)
     norm = target.load_final_norm(identity, trust_remote_code) if asks_target else None
-    head = Head(embed.to(device), head_weight.to(device), dtype, norm)
+    cap = target.load_softcap(identity, trust_remote_code)
+    head = Head(embed.to(device), head_weight.to(device), dtype, norm, cap)
     if kept is not None:
         head.reduce(kept)
     slot_weights = weights_of_slots(settings)

@@ -109,10 +109,15 @@ rule extract:
         settings=stage("extract"),
         machine=machine("extract"),
         needs=needs("extract"),
+        python=lambda wildcards, resources: (
+            f"torchrun --standalone --nproc-per-node={max(1, resources.gpu)}"
+            if WORKFLOW.machine.extract.parallel == "tensor"
+            else "python"
+        ),
     message:
         "extract: hidden states of {wildcards.source} {wildcards.shard}"
     shell:
         "python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
-        " python -m dflash.extract --settings {params.settings:q} --machine {params.machine:q}"
+        " {params.python} -m dflash.extract --settings {params.settings:q} --machine {params.machine:q}"
         " --identity {input.identity:q} --tokens {input.tokens:q} --threads {threads}"
         " --out {output.shard:q} --manifest {output.manifest:q} 2>&1 | tee {log:q}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiny
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dflash import extract, features
+from dflash import config, extract, features
 from dflash.errors import UserError
+from dflash.extract import Batches
 from dflash.features import open_shard
 from dflash.regenerate import TokenRow, write_tokens
 from dflash.taps import Taps
@@ -243,7 +248,7 @@ def test_a_finished_shard_is_left_alone(run, monkeypatch, capsys):
     path = run(rows)
     before = {f: f.stat().st_mtime_ns for f in path.rglob("*")}
     with monkeypatch.context() as m:
-        m.setattr(extract, "load_model", lambda *_: pytest.fail("loaded the model again"))
+        m.setattr(extract, "load_model", lambda *_, **__: pytest.fail("loaded the model again"))
         run(rows, batch_tokens=77)
     assert "already there and whole; nothing to do" in capsys.readouterr().out
     assert {f: f.stat().st_mtime_ns for f in path.rglob("*")} == before
@@ -269,8 +274,8 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int):
         self.tokens, self.passed, load = tokens, [], extract.load_model
 
-        def limited(*args):
-            model = load(*args)
+        def limited(*args, **options):
+            model = load(*args, **options)
             model.model.layers[1].register_forward_pre_hook(self)
             return model
 
@@ -284,13 +289,13 @@ class Memory:
 
 
 def test_out_of_memory_halves_the_batch(run, tmp_path, monkeypatch, capfd):
-    rows = some_rows()
-    whole = open_shard(run(rows, batch_tokens=10_000, out=tmp_path / "whole.zarr"))
+    rows = some_rows([70] * 8 + [40] * 8)
+    whole = open_shard(run(rows, batch_tokens=560, out=tmp_path / "whole.zarr"))
     memory = Memory(monkeypatch, tokens=140)
-    shard = open_shard(run(rows, batch_tokens=10_000))
+    shard = open_shard(run(rows, batch_tokens=560))
     said = [x for x in capfd.readouterr().err.splitlines() if "out of memory" in x]
     assert "560 tokens at once, going on with 280; set `machine.extract.batch_tokens`" in said[0]
-    assert len(said) == 2 and len(memory.passed) >= 3
+    assert len(said) == 2 and memory.passed == [140] * 4 + [120, 120, 80]
     assert shard.sample_ids == whole.sample_ids
     for i in range(len(shard)):
         a, b = as_float(shard.read(i).hidden), as_float(whole.read(i).hidden)
@@ -323,8 +328,8 @@ def test_nonfinite_features_stop_the_shard(run, tmp_path, monkeypatch, value):
         output[0, 3, 5] = value  # the first document of each batch
         return output
 
-    def spoiled(*args):
-        model = load(*args)
+    def spoiled(*args, **options):
+        model = load(*args, **options)
         model.model.layers[3].register_forward_hook(spoil)
         return model
 
@@ -372,8 +377,8 @@ def test_the_targets_logits_follow_from_the_last_hidden_state(
 def test_a_model_that_does_more_than_its_final_norm(run, tmp_path, monkeypatch):
     load = extract.load_model
 
-    def changed(*args):
-        model = load(*args)
+    def changed(*args, **options):
+        model = load(*args, **options)
         model.model.register_forward_hook(doubled)
         return model
 
@@ -384,19 +389,153 @@ def test_a_model_that_does_more_than_its_final_norm(run, tmp_path, monkeypatch):
     monkeypatch.setattr(extract, "load_model", changed)
     with pytest.raises(UserError, match="does more than its final norm .*labels: data`"):
         run(some_rows(), last_hidden=True)
-    assert list((tmp_path / "features" / "quick").iterdir()) == []
+    assert not (tmp_path / "features").exists()
     run(some_rows())
 
 
 def test_padding_never_shows(folder):
     rows = some_rows()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with Taps(model, TAPS) as taps:
-        one, other = (extract.forward(model, taps, rows, pad_id) for pad_id in (0, 311))
+    with Taps(model, TAPS, torch.bfloat16) as taps:
+        one, other = (
+            extract.forward(model, taps, rows, pad_id)[0].view(torch.int16).numpy()
+            for pad_id in (0, 311)
+        )
     assert one.shape == (len(rows), max(LENGTHS), len(TAPS), 64)
     for i, n in enumerate(LENGTHS):
         assert np.array_equal(one[i, :n], other[i, :n])
         assert n == max(LENGTHS) or not np.array_equal(one[i, n:], other[i, n:])
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def cut(lengths: list[int], limit: int, edge: int | None = None) -> tuple[list[list[int]], Batches]:
+    """The lengths of each batch, and what was counted."""
+    rows = sorted(some_rows(lengths), key=lambda row: -len(row.input_ids))
+    batches, start, found = Batches(limit, edge), 0, []
+    while start < len(rows):
+        batch = rows[start : batches.end(rows, start)]
+        batches.count(batch)
+        start += len(batch)
+        found.append([len(row.input_ids) for row in batch])
+    assert sum(found, []) == sorted(lengths, reverse=True)
+    return found, batches
+
+
+def test_a_batch_ends_at_its_tokens_at_the_padding_of_all_and_at_the_edge():
+    assert cut([10] * 5, limit=30)[0] == [[10] * 3, [10] * 2]
+    assert cut([50, 3], limit=30)[0] == [[50], [3]]
+    assert cut([100, 90], limit=1000)[0] == [[100, 90]]  # 10 of 200 tokens
+    assert cut([100, 89], limit=1000)[0] == [[100], [89]]
+    assert cut([100] * 8 + [50, 20], limit=800)[0] == [[100] * 8, [50, 20]]  # 30 of 900
+    assert cut([100, 99, 98], limit=1000, edge=98)[0] == [[100, 99], [98]]
+    assert cut([100, 99, 98], limit=1000, edge=100)[0] == [[100, 99, 98]]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_padding_stays_below_its_share_at_any_moment(seed):
+    lengths = np.random.default_rng(seed).lognormal(5, 1, 3000).clip(2, 3000).astype(int).tolist()
+    found, batches = cut(lengths, limit=8192)
+    assert batches.tokens == sum(len(batch) * batch[0] for batch in found)
+    assert batches.padding == batches.tokens - sum(lengths)
+    for i in range(len(found)):
+        read = sum(len(batch) * batch[0] for batch in found[: i + 1])
+        assert read - sum(map(sum, found[: i + 1])) <= 0.05 * read
+    assert all(len(batch) == 1 or len(batch) * batch[0] <= 8192 for batch in found)
+    assert len(found) < 1.1 * batches.tokens / 8192  # and yet they are nearly full
+
+
+def test_the_next_batch_and_no_other_is_read_while_one_is_written(tiny_llama, monkeypatch):
+    rows, forward = some_rows([20] * 12), extract.forward
+    started, written = ([threading.Event() for _ in range(4)] for _ in range(2))
+
+    def noted(*args):
+        batch = sum(event.is_set() for event in started)
+        started[batch].set()
+        assert batch == 0 or written[batch - 1].wait(30)  # this one goes on meanwhile
+        return forward(*args)
+
+    monkeypatch.setattr(extract, "forward", noted)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    with Taps(model, TAPS, torch.bfloat16) as taps:
+        found = extract.documents(model, taps, rows, Batches(60), 0)
+        for i, document in enumerate(found):
+            assert document.sample_id == rows[i].sample_id
+            assert i // 3 == 3 or started[i // 3 + 1].wait(30)
+            written[i // 3].set()
+            assert not any(event.is_set() for event in started[i // 3 + 2 :])
+
+
+# --- several cards ----------------------------------------------------------------------------------
+
+RANK = """
+import os, sys, torch
+from dflash import extract
+from dflash.errors import entrypoint
+if os.environ["RANK"] == sys.argv.pop(1):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    extract.run_decoder = no_memory
+entrypoint(extract.main)
+"""
+
+
+@pytest.fixture
+def two_ranks(tmp_path, tiny_qwen3, identity_file) -> Callable:
+    """Runs the stage as two processes, of which one may be made to fail; how that ended."""
+
+    def go(rows: list[TokenRow], out: Path, failing: int | str = "none"):
+        write_tokens(tmp_path / "tokens.parquet", rows)
+        (tmp_path / "rank.py").write_text(RANK)
+        machine = {"batch_tokens": 200, "parallel": "tensor", "gpu": 2}
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(str(tmp_path / "rank.py"), str(failing), "--settings", json.dumps(SETTINGS)),
+            *("--machine", json.dumps(machine), "--identity", str(identity_file(tiny_qwen3))),
+            *("--tokens", str(tmp_path / "tokens.parquet"), "--out", str(out)),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    return go
+
+
+def test_two_ranks_write_what_one_process_writes(run, two_ranks, tiny_qwen3, tmp_path):
+    done = two_ranks(some_rows(), tmp_path / "two.zarr")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8 documents") == 1 and "tokens/s on 2 ranks of cpu" in done.stdout
+    one, two = open_shard(run(some_rows(), tiny_qwen3)), open_shard(tmp_path / "two.zarr")
+    assert one.sample_ids == two.sample_ids and one.identity == two.identity
+    for i in range(len(one)):
+        a, b = as_float(one.read(i).hidden), as_float(two.read(i).hidden)
+        assert torch.allclose(a, b, rtol=0.01, atol=1e-3)
+
+
+def test_a_rank_that_fails_ends_all_with_the_cause(two_ranks, tmp_path):
+    done = two_ranks(some_rows([20] * 9), tmp_path / "shard" / "two.zarr", failing=1)
+    assert done.returncode != 0
+    assert "error: extract: out of memory with 180 tokens at once; set `machine" in done.stderr
+    assert list((tmp_path / "shard").iterdir()) == []
+
+
+@pytest.mark.parametrize("parallel", ["device_map", "tensor"])
+def test_the_rule_starts_a_process_or_a_process_a_card(tiny_llama, tmp_path, parallel):
+    asked = tiny.settings(tmp_path, tiny_llama)
+    asked["machine"]["extract"] = {"gpu": 2, "parallel": parallel}
+    done = tiny.snakemake(tmp_path, asked, "--dry-run", "--printshellcmds")
+    starts = "torchrun --standalone --nproc-per-node=2" if parallel == "tensor" else "python"
+    command = f"python -m dflash.launch --gpus 2 --needs 2 -- {starts} -m dflash.extract --settings"
+    assert done.stdout.count(command) == 2, done.stdout + done.stderr
+
+
+def test_gpus_that_would_not_be_used():
+    with pytest.raises(UserError, match="gpu 2 with parallel `none`: one GPU would be used; allow"):
+        config.check(config.ExtractMachine, {"gpu": 2}, "machine.extract")
+    for parallel in ("device_map", "tensor"):
+        config.check(config.ExtractMachine, {"gpu": 2, "parallel": parallel}, "machine.extract")
+
+
+# --- what can go wrong ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -429,8 +568,6 @@ def test_results_folder_that_cannot_be_written(
 
 def test_settings_are_those_of_the_workflow():
     """`config.stage_settings` and this stage agree on the keys."""
-    from dflash import config
-
     workflow = config.demo_workflow()
     for labels in ("data", "argmax", "soft"):
         training = config.Training(loss=config.Loss(labels=labels))

@@ -26,7 +26,7 @@ class Norm(nn.Module):
 class Problem:
     """Random blocks with gaps in their supervision; hidden states want a gradient."""
 
-    def __init__(self, dtype=torch.float64, weights="decay"):
+    def __init__(self, dtype=torch.float64, weights="decay", cap=None):
         g = torch.Generator().manual_seed(0)
 
         def normal(*shape):
@@ -40,10 +40,11 @@ class Problem:
         on[2] = False  # a block without any
         gamma = 2.5 if weights == "decay" else math.inf
         self.weights = torch.where(on, slot_weights(B, gamma), 0.0).to(dtype)
+        self.cap = cap
 
     def arguments(self, labels, weights, rows=slice(None)):
         """Of `block_loss`, for some blocks."""
-        teacher = Teacher(self.last, self.rows[rows], Norm())
+        teacher = Teacher(self.last, self.rows[rows], Norm(), self.cap)
         return dict(
             hidden_NBH=self.hidden[rows],
             head_VH=self.head,
@@ -57,7 +58,10 @@ class Problem:
     def slow(self, labels, weights):
         """The definition, slot by slot, with all logits at once."""
         log_q = (self.hidden @ self.head.T).log_softmax(-1)
-        log_p = (Norm()(self.last) @ self.head.T).log_softmax(-1)
+        target = Norm()(self.last) @ self.head.T
+        if self.cap:
+            target = self.cap * torch.tanh(target / self.cap)
+        log_p = target.log_softmax(-1)
         total, correct = 0.0, torch.zeros(N, B, dtype=torch.bool)
         for n in range(N):
             slots = [k for k in range(B) if self.weights[n, k] > 0]
@@ -78,9 +82,10 @@ class Problem:
         return total, correct
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize(("labels", "weights"), KINDS)
-def test_value_and_gradient_equal_the_definition(labels, weights):
-    problem = Problem(weights=weights)
+def test_value_and_gradient_equal_the_definition(labels, weights, cap):
+    problem = Problem(weights=weights, cap=cap)
     want, right = problem.slow(labels, weights)
     (want_grad,) = torch.autograd.grad(want, problem.hidden)
     assert 0 < int(right.sum()) or labels == "data"

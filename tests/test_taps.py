@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -95,22 +96,41 @@ def test_failed_forward_leaves_nothing_old(model):
 
 
 @torch.inference_mode()
-def test_stack_rounds_to_nearest_even(model):
-    with Taps(model, [0]) as taps:
+def test_taps_round_to_nearest_even(model):
+    with Taps(model, [0, 3]) as taps, Taps(model, [0, 3], torch.bfloat16) as rounded:
         run_decoder(model, input_ids=some_ids())
-    exact = taps.stack()
-    assert torch.equal(taps.stack(torch.bfloat16), exact.to(torch.bfloat16))
-    assert exact.dtype == torch.float32
+    assert taps.stack().dtype == torch.float32
+    assert torch.equal(rounded.stack(), taps.stack().to(torch.bfloat16))
 
 
-def test_no_head_and_no_other_layers(model):
-    """The head never runs, and only the tapped layers' outputs are kept."""
-    calls = []
+def test_no_head_and_no_layers_output_is_kept(model):
+    """The head never runs, and what a layer gave is gone once the next one has read it."""
+    calls, given = [], []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    with Taps(model, [1]) as taps, torch.inference_mode():
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda m, x, out: given.append(weakref.ref(out)))
+    with Taps(model, [1, 3]) as taps, torch.inference_mode():
         out = run_decoder(model, input_ids=some_ids())
-        assert len(taps.states) == 1 and out.hidden_states is None
+        assert taps.stack().shape == (2, 17, 2, 64) and out.hidden_states is None
+        assert len(given) == LAYERS and not any(ref() is not None for ref in given)
     assert not calls
+
+
+def test_layers_in_several_places(tiny_qwen3, tmp_path):
+    """As `device_map` places them, here on the CPU and on disk: hooks of accelerate move the rest."""
+    ends = ("embed_tokens", "norm", "rotary_emb")
+    places = {"lm_head": "cpu", **{f"model.{name}": "cpu" for name in ends}}
+    places |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(LAYERS)}
+    options = dict(dtype=torch.float32, device_map=places, offload_folder=tmp_path)
+    spread = AutoModelForCausalLM.from_pretrained(tiny_qwen3, **options).eval()
+    whole = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
+    assert spread.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    found = []
+    for model in (spread, whole):
+        with Taps(model, [0, 1, 3]) as taps, torch.inference_mode():
+            run_decoder(model, input_ids=some_ids())
+        found.append(taps.stack())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("ids", [[4], [-1], [0, 9]])

@@ -211,7 +211,6 @@ def test_the_final_norm_is_the_models(name, dtype, request, identity_of):
 
 
 def test_the_final_norm_of_gemma(tmp_path, tiny_llama, identity_of):
-    """No target yet, since it scales its embeddings; its norm is read as it is all the same."""
     torch.manual_seed(3)
     model = GemmaForCausalLM(GemmaConfig(**SHAPE))
     with torch.no_grad():
@@ -327,12 +326,12 @@ REFUSED = {
         other_values(model_type="nope", auto_map={"AutoConfig": "c.C"}),
         "target.trust_remote_code: true",
     ),
-    "capped logits": (
-        other_values(final_logit_softcapping=30.0),
-        "final_logit_softcapping is 30.0",
+    "frequencies that follow the length": (
+        other_values(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "rope_type is dynamic: what a token's hidden state is depends on how long the text becomes",
     ),
     "scaled logits": (other_values(logits_scaling=8.0), "logits_scaling is 8.0: the model scales"),
-    "scaled embeddings": (other_config(GemmaConfig), "ScaledWordEmbedding, not by a plain table"),
+    "scaled embeddings": (other_values(scale_emb=12.0), "scale_emb is 12.0: the model scales"),
     "head with a bias": (other_config(PhiConfig), "is not a plain matrix (it has a bias"),
     "text and images": (other_config(Qwen2VLConfig), "qwen2_vl is not a text-only decoder"),
     "encoder and decoder": (other_config(T5Config), "t5 is not a text-only decoder"),
@@ -356,6 +355,21 @@ def test_an_unfit_folder_is_refused_with_its_reason(fault, tiny_qwen3, copy_of, 
     assert not out.exists()
 
 
+def test_embeddings_that_are_no_table(tiny_qwen3, tmp_path, refusal, monkeypatch):
+    class Other(torch.nn.Module):
+        weight = None
+
+    def shell(*args):
+        model = without(*args)
+        model.model.embed_tokens = Other()
+        return model
+
+    without = target._without_weights
+    monkeypatch.setattr(target, "_without_weights", shell)
+    said = refusal(target.main, "--settings", settings(tiny_qwen3), "--out", tmp_path / "i.json")
+    assert "Qwen3ForCausalLM embeds tokens by Other, not by a table, which" in said
+
+
 def test_a_folder_that_is_not_there(tmp_path, refusal):
     said = refusal(
         target.main, "--settings", settings(tmp_path / "no"), "--out", tmp_path / "i.json"
@@ -370,6 +384,34 @@ def test_scaling_hidden_in_code_is_seen_when_the_model_is_loaded(tiny_llama, tmp
     pretended = dataclasses.replace(identity_of(tiny_llama), folder=str(tmp_path))
     with pytest.raises(UserError, match="changes its embeddings or logits on the way"):
         target.load_model(pretended, "float32")
+
+
+def test_a_stated_cap_of_the_logits_that_the_model_does_not_set(tiny_qwen3, copy_of, identity_of):
+    folder = copy_of(tiny_qwen3)
+    edit_json(folder / "config.json", final_logit_softcapping=0.5)
+    with pytest.raises(UserError, match="changes its embeddings or logits on the way"):
+        target.load_model(identity_of(folder), "float32")
+
+
+def test_a_target_over_all_cards(tiny_qwen3, identity_of, monkeypatch):
+    identity, load, asked = identity_of(tiny_qwen3), AutoModelForCausalLM.from_pretrained, {}
+
+    def loaded(folder, **options):
+        asked.update(options)
+        model, found = load(folder, **options | {"device_map": {"": "cpu"}})
+        model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": left}
+        return model, found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    left = 1
+    target.load_model(identity, "float32", parallel="device_map")
+    assert asked["device_map"] == "auto"
+    for left in ("cpu", "disk"):
+        with pytest.raises(
+            UserError, match=f"parts of it went to {left}; raise `machine.extract.gpu"
+        ):
+            target.load_model(identity, "float32", parallel="device_map")
 
 
 def test_stated_facts_that_differ_are_all_named(tiny_llama, tmp_path, refusal):
