@@ -181,6 +181,11 @@ class Extract(Settings):
     max_tokens: int = Field(
         3072, ge=2, description="Longer documents are cut here; counted and reported."
     )
+    backend: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="What runs the target: transformers in the stage's own process, or vLLM in a child "
+        "(docs/vllm.md), which has kernels and parallelism for large targets; the states differ by rounding.",
+    )
 
 
 class Loss(Settings):
@@ -359,8 +364,43 @@ class RegenerateMachine(Machine):
     batch_size: int = Field(64, ge=1, description="Prompts answered together.")
 
 
+class VllmMachine(Settings):
+    """How vLLM runs the target's prefill (`extract.backend: vllm`); docs/vllm.md."""
+
+    python: UserPath | None = Field(
+        None,
+        description="Python interpreter of an environment that holds vLLM. Default: the running one.",
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that share every layer.")
+    pipeline_parallel: int = Field(1, ge=1, description="Groups of GPUs that share out the layers.")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0.0, le=1.0, description="Share of a GPU's memory (or of a CPU's) that vLLM takes."
+    )
+    spool: UserPath | None = Field(
+        None,
+        description="Folder for states on their way into the shard; /dev/shm, say, where it is large "
+        "enough. Default: beside the shard.",
+    )
+    spool_mb: int = Field(2048, ge=1, description="MB of states that may be on their way.")
+
+
 class ExtractMachine(Machine):
-    batch_tokens: int = Field(8192, ge=1, description="Padded tokens read together.")
+    gpu: int = Field(0, ge=0, description="GPUs a job needs (a machine without any runs on CPU).")
+    batch_tokens: int = Field(
+        8192, ge=1, description="Padded tokens read together; with vLLM, tokens of one step."
+    )
+    vllm: VllmMachine = Field(VllmMachine(), description="How vLLM runs, where it is the backend.")
+
+    @model_validator(mode="after")
+    def _enough_gpus(self) -> ExtractMachine:
+        ranks = self.vllm.tensor_parallel * self.vllm.pipeline_parallel
+        if 0 < self.gpu < ranks:
+            raise ValueError(
+                f"vllm.tensor_parallel {self.vllm.tensor_parallel} times vllm.pipeline_parallel "
+                f"{self.vllm.pipeline_parallel} take {ranks} GPUs, but a job has gpu {self.gpu}; allowed: "
+                "gpu at least their product"
+            )
+        return self
 
 
 class TrainMachine(Machine):
@@ -773,6 +813,8 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
             "trust_remote_code": w.target.trust_remote_code,
             **w.extract.model_dump(),
         }
+        if share["backend"] == "transformers":  # came later than the first shards
+            del share["backend"]
         if any(needs_last_hidden(d) for d in w.drafters.values()):
             share["last_hidden"] = True
     elif stage == "train":

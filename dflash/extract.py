@@ -17,6 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from dflash import extract_vllm
 from dflash.config import DType, Extract, ExtractMachine, canonical, check
 from dflash.errors import UserError, entrypoint
 from dflash.features import Document, Shard, open_shard, shard_identity, write_shard
@@ -32,7 +34,7 @@ from dflash.files import read_settings, sha256, text_sha256
 from dflash.progress import progress
 from dflash.regenerate import TokenRow, read_tokens
 from dflash.taps import Taps, decoder, final_norm, run_decoder
-from dflash.target import is_out_of_memory, load_model, read_identity
+from dflash.target import Identity, default_device, is_out_of_memory, load_model, read_identity
 
 
 class StageSettings(Extract):
@@ -191,6 +193,27 @@ def _halved(batch: Sequence[TokenRow]) -> int:
     return budget
 
 
+@contextmanager
+def reading(
+    target: Identity,
+    settings: StageSettings,
+    machine: ExtractMachine,
+    rows: Sequence[TokenRow],
+    threads: int,
+) -> Iterator[Iterator[Document]]:
+    """Load the target with transformers; yields every row with its hidden states, in order."""
+    torch.set_num_threads(threads)
+    model = load_model(target, settings.dtype, settings.trust_remote_code)
+    caught = list(settings.taps)
+    if settings.last_hidden:
+        caught.append(len(decoder(model).layers) - 1)
+    with Taps(model, caught) as taps:
+        if settings.last_hidden:
+            check_final_norm(model, taps)
+        pad_id = target.pad_token_id or 0
+        yield documents(model, taps, rows, machine.batch_tokens, pad_id, settings.last_hidden)
+
+
 # --- the stage ----------------------------------------------------------------------------------
 
 
@@ -251,30 +274,27 @@ def main(argv: list[str] | None) -> None:
     if finished(args.out, manifest, identity, rows):
         print(f"extract {name}: {args.out} is already there and whole; nothing to do")
         return
-    torch.set_num_threads(args.threads or machine.threads)
-    model = load_model(target, settings.dtype, settings.trust_remote_code)
+    threads = args.threads or machine.threads
+    if settings.backend == "vllm":
+        opened = extract_vllm.reading(target, settings, machine, rows, args.out, threads)
+    else:
+        opened = reading(target, settings, machine, rows, threads)
     tokens = sum(len(row.input_ids) for row in rows)
-    caught = list(settings.taps)
-    if settings.last_hidden:
-        caught.append(len(decoder(model).layers) - 1)
-    started = time.monotonic()
     with (
-        Taps(model, caught) as taps,
         write_shard(args.out, identity, len(rows), tokens, manifest, dropped) as writer,
+        opened as documents,
         progress(desc=f"extract {name}", total=tokens, unit="tokens") as bar,
     ):
-        if settings.last_hidden:
-            check_final_norm(model, taps)
-        for document in documents(
-            model, taps, rows, machine.batch_tokens, target.pad_token_id or 0, settings.last_hidden
-        ):
+        started = time.monotonic()
+        for document in documents:
             writer.add(document)
             bar.update(len(document.input_ids))
-    seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
     size = open_shard(args.out, identity, manifest).size
+    where = "with vLLM" if settings.backend == "vllm" else f"on {default_device()}"
     print(
         f"extract {name}: {len(rows)} documents{_report(dropped, settings.max_tokens)}, {tokens} "
-        f"tokens, {size / 1e6:.1f} MB, {tokens / seconds:.0f} tokens/s on {model.device}"
+        f"tokens, {size / 1e6:.1f} MB, {tokens / seconds:.0f} tokens/s {where}"
     )
 
 

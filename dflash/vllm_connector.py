@@ -118,7 +118,7 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Note which slots a step filled."""
-        if layer_name == self.layer:
+        if layer_name == self.layer and self.cache_NLBH is not None:
             # Padding is -1 and goes to block 0, which no request gets.
             self.filled_NB.view(-1)[attn_metadata.slot_mapping.clamp_min(0)] = True
 
