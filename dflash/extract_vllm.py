@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash import spool
-from dflash.config import DType, Extract, ExtractMachine
+from dflash.config import Extract, ExtractMachine
 from dflash.errors import UserError, explain_oserror
 from dflash.features import Document
 from dflash.files import scratch
@@ -56,20 +56,14 @@ def layers_of(taps: Sequence[int], last_hidden: bool, num_layers: int) -> list[i
     return sorted({*taps, num_layers - 1}) if last_hidden else list(taps)
 
 
-def engine_of(
-    target: Identity,
-    dtype: DType,
-    trust_remote_code: bool,
-    max_tokens: int,
-    machine: ExtractMachine,
-) -> dict[str, Any]:
+def engine_of(target: Identity, settings: Extract, machine: ExtractMachine) -> dict[str, Any]:
     """What vLLM is told beyond that it is to extract (arguments of its EngineArgs)."""
     return {
-        "model": str(Path(target.folder).resolve()),
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
+        "model": target.folder,
+        "dtype": settings.dtype,
+        "trust_remote_code": settings.trust_remote_code,
         # One for the token it samples; with less it silently keeps no states of the longest documents.
-        "max_model_len": max_tokens + 1,
+        "max_model_len": settings.max_tokens + 1,
         "max_num_batched_tokens": machine.batch_tokens,
         "max_num_seqs": min(MAX_SEQUENCES, machine.batch_tokens),
         "tensor_parallel_size": machine.vllm.tensor_parallel,
@@ -169,27 +163,40 @@ def reading(
     out: Path,
     threads: int,
 ) -> Iterator[Iterator[Document]]:
-    """Start vLLM and load the target; yields every row with its hidden states, in order.
+    """Start vLLM with the target; yields every row with its hidden states, in order.
 
-    `settings` are those of the stage, with `taps`, `dtype` and so on. Raises UserError when vLLM cannot
-    be started, ends early or hands over something else than was asked for.
+    `settings` are those of the stage, with `taps`, `dtype` and so on; the spool lies beside `out` unless
+    `machine` names a folder. Raises UserError when vLLM cannot be started, ends early or hands over
+    something else than was asked for.
     """
     layers = layers_of(settings.taps, settings.last_hidden, target.num_hidden_layers)
-    beside = Path(machine.vllm.spool) / out.name if machine.vllm.spool else out
+    engine = engine_of(target, settings, machine)
+    with states(target, engine, layers, machine, rows, out, threads) as handed:
+        yield documents(rows, handed, len(settings.taps), settings.last_hidden)
+
+
+@contextmanager
+def states(
+    target: Identity,
+    engine: dict[str, Any],
+    layers: list[int],
+    machine: ExtractMachine,
+    rows: Sequence[TokenRow],
+    out: Path,
+    threads: int,
+) -> Iterator[Iterator[torch.Tensor]]:
+    """Likewise; yields the outputs [S, L, H] of these layers for every row, as they were computed."""
+    folder = Path(machine.vllm.spool) if machine.vllm.spool else out.parent
     python = machine.vllm.python or sys.executable
     with (
-        scratch(beside.with_name(f"{beside.name}.spool")) as folder,
+        scratch(folder / f"{out.name}.spool") as folder,
         child(python, folder, threads) as vllm,
     ):
-        engine = engine_of(
-            target, settings.dtype, settings.trust_remote_code, settings.max_tokens, machine
-        )
         vllm.send({"engine": engine, "layers": layers, "spool": str(folder)})
         vllm.wait_for(folder / "ready", "had loaded the target")
-        row_bytes = len(layers) * target.hidden_size * getattr(torch, settings.dtype).itemsize
+        row_bytes = len(layers) * target.hidden_size * getattr(torch, engine["dtype"]).itemsize
         window = machine.vllm.spool_mb * 1_000_000 // row_bytes
-        states = taken(vllm, rows, folder, window, len(layers), target.hidden_size)
-        yield documents(rows, states, len(settings.taps), settings.last_hidden)
+        yield taken(vllm, rows, folder, window, len(layers), target.hidden_size)
 
 
 def taken(

@@ -60,7 +60,8 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.spool = Path(self._kv_transfer_config.get_from_extra_config("spool", None))
-        self.group, self.layer, self.block = _place(kv_cache_config)
+        self.group = _group(kv_cache_config)
+        self.layer: str | None = None
         self.finished: list[Finished] = []
         self.cache_NLBH: Tensor | None = None  # only where this rank has it and is the one to write
         self.filled_NB = torch.empty(0)
@@ -103,14 +104,15 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
         Raises ValueError when its blocks are not those that the scheduler counts in.
         """
-        if self.layer not in kv_caches or get_tensor_model_parallel_rank() != 0:
+        layers = [name for name in kv_caches if LAYER in name]
+        if not layers or get_tensor_model_parallel_rank() != 0:
             return
+        (self.layer,) = layers
         cache_NLBH = kv_caches[self.layer]
         blocks, _, block, _ = cache_NLBH.shape
-        if block != self.block:
-            raise ValueError(
-                f"blocks of {block} tokens in the cache, {self.block} in the scheduler"
-            )
+        scheduled = self._kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        if block != scheduled:
+            raise ValueError(f"blocks of {block} tokens in the cache, {scheduled} in the scheduler")
         self.cache_NLBH = cache_NLBH
         self.filled_NB = torch.zeros(blocks, block, dtype=torch.bool, device=cache_NLBH.device)
 
@@ -118,7 +120,7 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Note which slots a step filled."""
-        if layer_name == self.layer and self.cache_NLBH is not None:
+        if layer_name == self.layer:
             # Padding is -1 and goes to block 0, which no request gets.
             self.filled_NB.view(-1)[attn_metadata.slot_mapping.clamp_min(0)] = True
 
@@ -169,15 +171,12 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
             os.killpg(0, signal.SIGKILL)
 
 
-def _place(kv_cache_config: Any) -> tuple[int, str, int]:
-    """Which group of cached layers (each has a block table) holds the states, the layer's name, and the
-    tokens of a block."""
-    found = [
-        (i, name, group.kv_cache_spec.block_size)
-        for i, group in enumerate(kv_cache_config.kv_cache_groups)
-        for name in group.layer_names
-        if LAYER in name
-    ]
+def _group(kv_cache_config: Any) -> int:
+    """Which group of cached layers holds the states; each has block tables of its own."""
+    groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+    found = [i for i, names in enumerate(groups) if any(LAYER in name for name in names)]
+    if not found and len(groups) == 1:
+        return 0  # the first stage of a pipeline, and the scheduler with it, list their own layers only
     if len(found) != 1:
-        raise ValueError(f"{len(found)} layers of vLLM's cache are called {LAYER}, expected one")
+        raise ValueError(f"{len(found)} groups of vLLM's cache hold {LAYER}, expected one")
     return found[0]

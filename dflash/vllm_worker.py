@@ -91,6 +91,27 @@ def serve(engine: Any, inbox: queue.Queue) -> None:
         engine.add_request(document["sample_id"], {"prompt_token_ids": ids}, params)
 
 
+def allow_pipeline() -> None:
+    """Let vLLM's part that keeps the states run with a pipeline.
+
+    Only the last stage has that part, and the models hand their layers' outputs on to there; yet vLLM 0.32
+    asks whether it can be split as the target is, and would refuse.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.extract_hidden_states import ExtractHiddenStatesModel
+
+    class Unsplit(ExtractHiddenStatesModel):
+        supports_pp = True
+
+        def make_empty_intermediate_tensors(self, *args: Any) -> None:
+            raise NotImplementedError("only the last stage of a pipeline has this model")
+
+        def forward(self, hidden_states: Any, intermediate_tensors: Any = None) -> None:
+            super().forward(hidden_states)
+
+    ModelRegistry.register_model("ExtractHiddenStatesModel", Unsplit)
+
+
 def main() -> None:
     job = json.loads(sys.stdin.readline())
     spool = Path(job["spool"])
@@ -100,6 +121,8 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import EngineArgs, LLMEngine
 
+    if job["engine"]["pipeline_parallel_size"] > 1:
+        allow_pipeline()
     args = EngineArgs(**engine_args(job["engine"], job["layers"], job["spool"]))
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
     (spool / "ready").touch()
