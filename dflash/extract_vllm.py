@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ class Child:
             self.process.stdin.write(json.dumps(line) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            self.process.wait()  # it is dying: whoever waits for its answer says so
+            pass  # it is dying: whoever waits for its answer says so
 
     def wait_for(self, path: Path, what: str) -> None:
         """Return when the file is there. Raises UserError when the child ends before."""
@@ -94,13 +95,15 @@ class Child:
             time.sleep(POLL_S)
 
     def _obituary(self, what: str) -> str:
+        """Show the end of the log; returns how the child ended, with the last error that it names."""
         status = self.process.returncode
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        lines = [x for x in self.log.read_text(errors="replace").splitlines() if x.strip()]
-        end = "\n  ".join(lines[-LOG_LINES:] or ["(nothing)"])
+        text = self.log.read_text(errors="replace")
+        print("\n".join(text.splitlines()[-LOG_LINES:]), file=sys.stderr, flush=True)
+        error = (re.findall(r"\b\w*(?:Error|Exception): .*", text) or ["it named no error"])[-1]
         return (
-            f"vLLM {how} before it {what}; mend what the end of its log names (docs/vllm.md), or set "
-            f"`extract.backend: transformers`:\n  {end}"
+            f"vLLM {how} before it {what} ({error}); mend what the end of its log above names (docs/vllm.md), "
+            "or set `extract.backend: transformers`"
         )
 
 
