@@ -1,6 +1,7 @@
 """Hidden states from vLLM against those from transformers: how much they differ, and how fast each is.
 
-    python benchmarks/vllm_extract.py --vllm PYTHON [--target FOLDER] [--quick] [--json]
+    python benchmarks/vllm_extract.py --vllm PYTHON [--target FOLDER] [--tensor-parallel N]
+                                       [--quick] [--json]
 
 PYTHON is the interpreter of an environment that holds vLLM (envs/vllm.sh makes one). Two small random
 targets of two families, and the target in FOLDER if given, read the same documents of 2 to 600 tokens, of
@@ -125,8 +126,9 @@ def settings_of(target: Identity, backend: str) -> dict:
     }
 
 
-def machine_of(python: str, step: int) -> dict:
-    return {"batch_tokens": step, "vllm": {"python": python, "gpu_memory_utilization": 0.2}}
+def machine_of(args: argparse.Namespace, step: int) -> dict:
+    vllm = {"python": args.vllm, "tensor_parallel": args.tensor_parallel}
+    return {"batch_tokens": step, "vllm": vllm | {"gpu_memory_utilization": 0.1}}
 
 
 @torch.inference_mode()
@@ -137,11 +139,10 @@ def difference(
     settings = extract.StageSettings.model_validate(settings_of(target, "vllm"))
     how = config.ExtractMachine.model_validate(machine)
     layers = extract_vllm.layers_of(settings.taps, True, target.num_hidden_layers)
-    engine = extract_vllm.engine_of(target, settings, how)
     model = load_model(target, "float32", device="cpu")
     found = {layer: [1.0, 0.0] for layer in layers}
     with (
-        extract_vllm.states(target, engine, layers, how, rows, scratch / "bench", 1) as handed,
+        extract_vllm.states(target, settings, how, rows, scratch / "bench", 1) as handed,
         Taps(model, layers) as taps,
     ):
         for row, theirs_SLH in zip(rows, handed, strict=True):
@@ -200,6 +201,7 @@ def main() -> int:
     parser.add_argument(
         "--target", type=Path, help="folder of a saved model to compare and time too"
     )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of vLLM's")
     parser.add_argument("--quick", action="store_true", help="one family, few documents")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -217,7 +219,7 @@ def main() -> int:
             cases.append(("target", identify("target", args.target, "local")))
         for case, target in cases:
             rows = ragged(10 if args.quick else 40, target.vocab_size)
-            machine = machine_of(args.vllm, STEP)
+            machine = machine_of(args, STEP)
             computed = difference(target, rows, machine, scratch)
             for backend in ("transformers", "vllm"):
                 run_stage(target, rows, backend, machine, scratch / case / backend)
@@ -247,7 +249,7 @@ def main() -> int:
 
 def timed(target: Identity, rows: list[TokenRow], args: argparse.Namespace, scratch: Path) -> None:
     """Tokens a second of both backends on one target, with steps as large as their default."""
-    machine = machine_of(args.vllm, 4096)
+    machine = machine_of(args, 4096)
     rates: dict[str, list[float]] = {"transformers": [], "vllm": []}
     for turn in range(1 if args.quick else 3):
         for backend in sorted(rates, reverse=turn % 2 == 1):

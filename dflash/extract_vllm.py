@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dflash import spool
 from dflash.config import Extract, ExtractMachine
@@ -57,14 +59,16 @@ def layers_of(taps: Sequence[int], last_hidden: bool, num_layers: int) -> list[i
     return sorted({*taps, num_layers - 1}) if last_hidden else list(taps)
 
 
-def engine_of(target: Identity, settings: Extract, machine: ExtractMachine) -> dict[str, Any]:
+def engine_of(
+    target: Identity, settings: Extract, machine: ExtractMachine, longest: int
+) -> dict[str, Any]:
     """What vLLM is told beyond that it is to extract (arguments of its EngineArgs)."""
     return {
         "model": target.folder,
         "dtype": settings.dtype,
         "trust_remote_code": settings.trust_remote_code,
         # One for the token it samples; with less it silently keeps no states of the longest documents.
-        "max_model_len": settings.max_tokens + 1,
+        "max_model_len": longest + 1,
         "max_num_batched_tokens": machine.batch_tokens,
         "max_num_seqs": min(MAX_SEQUENCES, machine.batch_tokens),
         "tensor_parallel_size": machine.vllm.tensor_parallel,
@@ -102,7 +106,7 @@ class Child:
         print("\n".join(text.splitlines()[-LOG_LINES:]), file=sys.stderr, flush=True)
         error = (re.findall(r"\b\w*(?:Error|Exception): .*", text) or ["it named no error"])[-1]
         return (
-            f"vLLM {how} before it {what} ({error}); mend what the end of its log above names (docs/vllm.md), "
+            f"vLLM {how} before it {what} ({error}); mend what the end of its log above says (docs/vllm.md) "
             "or set `extract.backend: transformers`"
         )
 
@@ -127,7 +131,7 @@ def child(python: str, folder: Path, threads: int) -> Iterator[Child]:
     with open(folder / "log", "wb") as log:
         try:
             process = subprocess.Popen(
-                [python, "-m", "dflash.vllm_worker"],
+                [os.path.abspath(shutil.which(python) or python), "-m", "dflash.vllm_worker"],
                 cwd=folder / "path",
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -172,39 +176,40 @@ def reading(
     `machine` names a folder. Raises UserError when vLLM cannot be started, ends early or hands over
     something else than was asked for.
     """
-    layers = layers_of(settings.taps, settings.last_hidden, target.num_hidden_layers)
-    engine = engine_of(target, settings, machine)
-    with states(target, engine, layers, machine, rows, out, threads) as handed:
+    with states(target, settings, machine, rows, out, threads) as handed:
         yield documents(rows, handed, len(settings.taps), settings.last_hidden)
 
 
 @contextmanager
 def states(
     target: Identity,
-    engine: dict[str, Any],
-    layers: list[int],
+    settings: Extract,
     machine: ExtractMachine,
     rows: Sequence[TokenRow],
     out: Path,
     threads: int,
-) -> Iterator[Iterator[torch.Tensor]]:
-    """Likewise; yields the outputs [S, L, H] of these layers for every row, as they were computed."""
-    folder = Path(machine.vllm.spool) if machine.vllm.spool else out.parent
+) -> Iterator[Iterator[Tensor]]:
+    """Likewise; yields the states [S, L, H] of every row as they were computed."""
+    layers = layers_of(settings.taps, settings.last_hidden, target.num_hidden_layers)
+    longest = max(len(row.input_ids) for row in rows)
+    beside = Path(machine.vllm.spool) if machine.vllm.spool else out.parent
     python = machine.vllm.python or sys.executable
     with (
-        scratch(folder / f"{out.name}.spool") as folder,
+        scratch(beside / f"{out.name}.spool") as folder,
         child(python, folder, threads) as vllm,
     ):
+        print(f"extract: vLLM loads the target; its log is {folder}/log", flush=True)
+        engine = engine_of(target, settings, machine, longest)
         vllm.send({"engine": engine, "layers": layers, "spool": str(folder)})
         vllm.wait_for(folder / "ready", "had loaded the target")
-        row_bytes = len(layers) * target.hidden_size * getattr(torch, engine["dtype"]).itemsize
+        row_bytes = len(layers) * target.hidden_size * getattr(torch, settings.dtype).itemsize
         window = machine.vllm.spool_mb * 1_000_000 // row_bytes
         yield taken(vllm, rows, folder, window, len(layers), target.hidden_size)
 
 
 def taken(
     vllm: Child, rows: Sequence[TokenRow], folder: Path, window: int, layers: int, hidden: int
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """The states [S, L, H] of every row in order; at most `window` tokens (or one row) are under way.
 
     Raises UserError when vLLM ends early or hands over another document's states.
@@ -231,7 +236,7 @@ def taken(
 
 
 def documents(
-    rows: Sequence[TokenRow], states: Iterator[torch.Tensor], taps: int, last_hidden: bool
+    rows: Sequence[TokenRow], states: Iterator[Tensor], taps: int, last_hidden: bool
 ) -> Iterator[Document]:
     """Rows with their states rounded to bf16 (to nearest even), the last layer apart."""
     for row, states_SLH in zip(rows, states, strict=True):

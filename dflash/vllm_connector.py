@@ -83,7 +83,9 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Hold the blocks back (True) until a worker names the request in `get_finished`."""
         ids = list(request.prompt_token_ids)
         self.finished.append(
-            Finished(request.request_id, request.kv_transfer_params, ids, block_ids[self.group])
+            Finished(
+                request.request_id, request.kv_transfer_params, ids, list(block_ids[self.group])
+            )
         )
         return True, None
 

@@ -434,7 +434,7 @@ def test_a_shard_from_a_child_that_answers_out_of_order(stub):
         expected = torch.from_numpy(value(i, row)).to(torch.bfloat16)
         assert torch.equal(as_float(document.hidden), expected.float())
     (job,) = stub.said("job")
-    assert job["layers"] == TAPS and job["engine"]["max_model_len"] == 101
+    assert job["layers"] == TAPS and job["engine"]["max_model_len"] == 71
     assert stub.said("path") == [["dflash"]]  # no other package of ours is in vLLM's way
     assert sorted(p.name for p in stub.out.parent.iterdir()) == ["a.json", "a.zarr"]
 
