@@ -187,6 +187,11 @@ class Extract(Settings):
         description="How hidden states are stored (docs/features.md): `raw` bf16, `compact` losslessly in "
         "0.70 of the bytes for about three times the CPU time, `int8` in 0.51 with an error of 0.6 %.",
     )
+    backend: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="What runs the target: transformers in the stage's own process, or vLLM in a child "
+        "(docs/vllm.md), which has kernels and parallelism for large targets; the states differ by rounding.",
+    )
 
 
 class Loss(Settings):
@@ -365,24 +370,54 @@ class RegenerateMachine(Machine):
     batch_size: int = Field(64, ge=1, description="Prompts answered together.")
 
 
+class VllmMachine(Settings):
+    """How vLLM runs the target's prefill (`extract.backend: vllm`); docs/vllm.md."""
+
+    python: UserPath | None = Field(
+        None,
+        description="Python interpreter of an environment that holds vLLM. Default: the running one.",
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that share every layer.")
+    pipeline_parallel: int = Field(1, ge=1, description="Groups of GPUs that share out the layers.")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0.0, le=1.0, description="Share of a GPU's memory (or of a CPU's) that vLLM takes."
+    )
+    spool: UserPath | None = Field(
+        None,
+        description="Folder for states on their way into the shard; /dev/shm, say, where it is large "
+        "enough. Default: beside the shard.",
+    )
+    spool_mb: int = Field(2048, ge=1, description="MB of states that may be on their way.")
+
+
 class ExtractMachine(Machine):
     gpu: int = Field(
         0,
         ge=0,
         description="GPUs a job needs (a machine without any runs on CPU); more than one with "
-        "`parallel` only.",
+        "`parallel` or vLLM's own parallelism only.",
     )
-    batch_tokens: int = Field(8192, ge=1, description="Padded tokens read together.")
+    batch_tokens: int = Field(
+        8192, ge=1, description="Padded tokens read together; with vLLM, tokens of one step."
+    )
     parallel: Literal["none", "device_map", "tensor"] = Field(
         "none",
         description="For targets that one GPU does not hold: their layers one after the other over "
         "all GPUs (`device_map`), or a part of every layer on each (`tensor`, a process a GPU; faster, "
         "where transformers has a plan for the family).",
     )
+    vllm: VllmMachine = Field(VllmMachine(), description="How vLLM runs, where it is the backend.")
 
     @model_validator(mode="after")
-    def _one_by_one(self) -> ExtractMachine:
-        if self.gpu > 1 and self.parallel == "none":
+    def _gpus(self) -> ExtractMachine:
+        ranks = self.vllm.tensor_parallel * self.vllm.pipeline_parallel
+        if 0 < self.gpu < ranks:
+            raise ValueError(
+                f"vllm.tensor_parallel {self.vllm.tensor_parallel} times vllm.pipeline_parallel "
+                f"{self.vllm.pipeline_parallel} take {ranks} GPUs, but a job has gpu {self.gpu}; allowed: "
+                "gpu at least their product"
+            )
+        if self.gpu > 1 and self.parallel == "none" and ranks == 1:
             raise ValueError(
                 f"gpu {self.gpu} with parallel `none`: one GPU would be used; allowed: gpu 1, or parallel "
                 "device_map or tensor"
@@ -546,6 +581,12 @@ def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) 
         raise UserError(
             f"{where}: `corpus.heldout_share`: found 0; a task without a `path` of its own is measured "
             "on held-out prompts: raise it, or give every task a path"
+        )
+    if workflow.extract.backend == "vllm" and workflow.machine.extract.parallel != "none":
+        raise UserError(
+            f"{where}: `machine.extract.parallel`: found {workflow.machine.extract.parallel} with "
+            "extract.backend vllm, which spreads a target by itself: set parallel to none, and "
+            "machine.extract.vllm.tensor_parallel or pipeline_parallel"
         )
     facts = facts or target_facts(workflow.target)
     for name, drafter in workflow.drafters.items():
@@ -813,8 +854,10 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
             "trust_remote_code": w.target.trust_remote_code,
             **w.extract.model_dump(),
         }
-        if w.extract.codec == "raw":
-            del share["codec"]  # came later than the first extractions, which stay valid
+        # What came later than the first extractions, which stay valid.
+        for key, default in (("codec", "raw"), ("backend", "transformers")):
+            if share[key] == default:
+                del share[key]
         if any(needs_last_hidden(d) for d in w.drafters.values()):
             share["last_hidden"] = True
     elif stage == "train":

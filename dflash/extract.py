@@ -32,6 +32,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from dflash import extract_vllm
 from dflash.config import DType, Extract, ExtractMachine, canonical, check
 from dflash.errors import UserError, entrypoint
 from dflash.features import Document, Shard, open_shard, shard_identity, write_shard
@@ -282,11 +283,16 @@ def reading(
     settings: StageSettings,
     machine: ExtractMachine,
     rows: Sequence[TokenRow],
+    out: Path,
     threads: int,
     ranks: int,
 ) -> Iterator[tuple[Iterator[Document], Callable[[], str]]]:
     """Load the target; yields every row with its hidden states, in order, and a function that tells in a
     few words, afterwards, how they were read."""
+    if settings.backend == "vllm":
+        with extract_vllm.reading(target, settings, machine, rows, out, threads) as found:
+            yield found, lambda: "with vLLM"
+        return
     torch.set_num_threads(threads)
     model = load_model(
         target, settings.dtype, settings.trust_remote_code, parallel=machine.parallel
@@ -380,7 +386,7 @@ def main(argv: list[str] | None) -> None:
     shard = write_shard(args.out, identity, len(rows), tokens, manifest, dropped, settings.codec)
     with (
         shard if rank == 0 else nullcontext() as writer,
-        reading(target, settings, machine, rows, threads, ranks) as (found, told),
+        reading(target, settings, machine, rows, args.out, threads, ranks) as (found, told),
         progress(desc=f"extract {name}", total=tokens, unit="tokens", show=rank == 0) as bar,
     ):
         started = time.monotonic()

@@ -73,6 +73,23 @@ def whole(path: str | Path, folder: bool = False) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def scratch(path: str | Path) -> Iterator[Path]:
+    """Yield a new folder beside `path` that is gone when the block ends.
+
+    What killed processes left of it is removed by the next one that asks for the same path.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(path)
+    folder = path.parent.resolve() / f".{path.name}.{os.getpid()}.partial"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with whole(path) as temporary:

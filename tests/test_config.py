@@ -111,6 +111,13 @@ def load(changes: dict) -> config.Workflow:
         ),
         ({"drafters": {"d": {"extends": ["e"]}}}, ["`drafters.d.extends`", "no other drafter"]),
         ({"corpus": {"heldout_share": 0.0}}, ["`corpus.heldout_share`", "found 0", "path"]),
+        (
+            {
+                "extract": {"backend": "vllm"},
+                "machine": {"extract": {"gpu": 2, "parallel": "tensor"}},
+            },
+            ["`machine.extract.parallel`", "found tensor", "vllm.tensor_parallel"],
+        ),
         ({"machine": {"train": {"gpu": 8}}}, ["`machine.train.gpu`", "found 8"]),
     ],
 )
