@@ -100,8 +100,6 @@ FAMILIES = {
         dict(shared_expert_intermediate_size=32, **EXPERTS, **LINEAR),
     ),
 }
-LINEAR_ONES = ("qwen3.5", "qwen3.5-with-sight", "qwen3.5-moe", "qwen3-next")
-DECODED = [name for name in FAMILIES if name not in LINEAR_ONES]
 
 
 def make(folder: Path, config_class: type, more: dict) -> Path:
@@ -221,7 +219,7 @@ def test_a_drafter_starts_from_what_plays_the_same_part(family):
         torch.testing.assert_close(mine.post_attention_layernorm(x), before_mlp(x))
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_speculative_output_is_the_targets_own(name, tmp_path_factory):
     root = prepared(name, tmp_path_factory)
     identity = target.read_identity(root / "identity.json")
@@ -253,10 +251,3 @@ def test_tensor_parallelism_without_a_plan_or_without_torchrun(tmp_path_factory,
         UserError, match="no plan that splits the layers of gpt_oss; use device_map"
     ):
         target.load_model(identity, "float32", parallel="tensor")
-
-
-@pytest.mark.parametrize("name", LINEAR_ONES)
-def test_hybrids_are_not_decoded(name, tmp_path_factory):
-    identity = target.read_identity(prepared(name, tmp_path_factory) / "identity.json")
-    with pytest.raises(UserError, match="layers of kind linear_attention, whose cache cannot be"):
-        generate(target.load_model(identity, "float32"), [[5, 6, 7]], 4, [1])
