@@ -47,7 +47,7 @@ wildcard_constraints:
     source="|".join(map(re.escape, SOURCES)),
     drafter="|".join(map(re.escape, WORKFLOW.drafters)),
     task="|".join(map(re.escape, TASKS)),
-    run="|".join(map(re.escape, EVERY_RUN)),
+    run=f"(?:{'|'.join(map(re.escape, EVERY_RUN))})",  # empty is a name, of the default run
     shard=r"\d{5}-of-\d{5}",
 
 
