@@ -23,10 +23,11 @@ from typing import Any, Literal
 import torch
 import transformers
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
 from dflash import acceptance, config, target, tasks
 from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
-from dflash.decode import PromptLookup, Response, Sampling, generate
+from dflash.decode import PromptLookup, Response, Sampling, Timing, generate
 from dflash.drafter import DTYPES, Drafter, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
@@ -39,12 +40,19 @@ NEAR_TIE = 0.25
 ROWS = ("plain", "drafted", "lookup")  # how a timed prompt is decoded
 
 
+class PromptSettings(config.Settings):
+    """What `corpus` decides of prompts that are read here."""
+
+    max_prompt_tokens: int = Field(config.Corpus().max_prompt_tokens, ge=1)
+    enable_thinking: bool = config.Corpus().enable_thinking
+
+
 class DecodingSettings(config.Settings):
     """The prompts of a task and how they are decoded: what `evaluate` and `served` share."""
 
     version: int = 1
     task: config.Task = config.Task()
-    corpus: dict[str, Any] = {}
+    corpus: PromptSettings = PromptSettings()
     trust_remote_code: bool = False
     max_new_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0.0)
@@ -72,8 +80,14 @@ class Decoder:
     eos: list[int]
 
     def __call__(
-        self, prompts: list[Prompt], limit: int | None = None, **drafts: Any
-    ) -> tuple[list[Response], Any]:
+        self,
+        prompts: list[Prompt],
+        limit: int | None = None,
+        drafter: Drafter | None = None,
+        propose: PromptLookup | None = None,
+        block_size: int | None = None,
+        on_cycle: Callable[[list[Response]], None] | None = None,
+    ) -> tuple[list[Response], Timing]:
         s = self.settings
         return generate(
             self.model,
@@ -83,7 +97,10 @@ class Decoder:
             sampling=Sampling(s.temperature, s.top_k, s.top_p, s.rule),
             seed=s.seed,
             streams=[_stream(p) for p in prompts],
-            **drafts,
+            drafter=drafter,
+            propose=propose,
+            block_size=block_size,
+            on_cycle=on_cycle,
         )
 
 
@@ -289,15 +306,21 @@ def measure(
     decode: Decoder,
     drafter: Drafter,
     prompts: list[Prompt],
-    converse: Callable[..., tuple[list[Prompt], list[Response]]],
+    tokenizer: PreTrainedTokenizerBase | None,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Everything the evaluation of one drafter on one task reports."""
+    """Everything the evaluation of one drafter on one task reports.
+
+    `tokenizer` is needed where prompts have later turns (`later_tokenizer`).
+    """
     s = decode.settings
     block = s.block_size or drafter.config.block_size
     timed = select_per_kind(prompts, s.timed_prompts_per_kind)  # first turns
-    prompts, responses = converse(
-        prompts, lambda asked: decode_all(decode, drafter, asked, batch_size)
+    prompts, responses = tasks.converse(
+        prompts,
+        lambda asked: decode_all(decode, drafter, asked, batch_size),
+        tokenizer,
+        s.corpus.enable_thinking,
     )
     greedy, exact = s.temperature == 0, s.dtype == "float32"
     checks: list[Check | None] = [None] * len(prompts)
@@ -364,7 +387,6 @@ def task_prompts(
     """The prompts of a task: a published one's, a file of its own, or the held-out ones of all
     sources. Raises UserError when there are none."""
     task = settings.task
-    corpus = config.Corpus().model_dump(include={"max_prompt_tokens", "enable_thinking"})
     if task.dataset is not None:
         prompts = [p for path in parquets for p in tasks.read_prompts(path)]
         if not prompts:
@@ -373,7 +395,7 @@ def task_prompts(
     if task.path is not None:
         tokenizer = target.load_tokenizer(identity, settings.trust_remote_code)
         prompts, counts = load_jsonl_prompts(
-            task.path, tokenizer, source=name, **(corpus | settings.corpus)
+            task.path, tokenizer, source=name, **settings.corpus.model_dump()
         )
         print(
             f"task {name}: {counts.kept} prompts of {task.path}; {counts.too_long} too long and "
@@ -390,15 +412,13 @@ def task_prompts(
     return select_per_kind(prompts, task.prompts_per_kind)
 
 
-def conversation(
+def later_tokenizer(
     settings: DecodingSettings, prompts: list[Prompt], identity: target.Identity
-) -> Callable[..., tuple[list[Prompt], list[Any]]]:
-    """`tasks.converse` with the tokenizer that later turns need, if there are any."""
-    tokenizer = None
-    if any(p.later for p in prompts):
-        tokenizer = target.load_tokenizer(identity, settings.trust_remote_code)
-    thinking = settings.corpus.get("enable_thinking", False)
-    return lambda prompts, answer: tasks.converse(prompts, answer, tokenizer, thinking)
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that later turns need, if there are any."""
+    if not any(p.later for p in prompts):
+        return None
+    return target.load_tokenizer(identity, settings.trust_remote_code)
 
 
 def main(argv: list[str] | None) -> None:
@@ -428,7 +448,7 @@ def main(argv: list[str] | None) -> None:
         Decoder(model, settings, identity.eos_token_ids),
         drafter,
         prompts,
-        conversation(settings, prompts, identity),
+        later_tokenizer(settings, prompts, identity),
         machine.batch_size,
     )
     training = args.drafter / "training.json"

@@ -35,7 +35,7 @@ from typing import Any, Literal
 from dflash import acceptance, config, target, tasks
 from dflash.corpus import Prompt
 from dflash.errors import UserError, entrypoint
-from dflash.evaluate import DecodingSettings, conversation, task_prompts
+from dflash.evaluate import DecodingSettings, later_tokenizer, task_prompts
 from dflash.files import read_settings, text_sha256, write_json
 from dflash.progress import progress
 
@@ -350,7 +350,8 @@ def measure(
                 bar.update(1)
         return answers
 
-    asked, answers = conversation(s, prompts, identity)(prompts, answer_all)
+    tokenizer = later_tokenizer(s, prompts, identity)
+    asked, answers = tasks.converse(prompts, answer_all, tokenizer, s.corpus.enable_thinking)
     kinds = sorted({p.kind for p in asked})
     pairs = list(zip(asked, answers, strict=True))
     return {

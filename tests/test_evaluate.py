@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -116,15 +115,15 @@ def stage(finished, tmp_path, tiny_llama, identity_file):
     """A function: a task's name, its prompts and changed settings -> what the stage writes."""
     results = finished[0] / "results"
 
-    def run(task, *prompts, **settings):
+    def run(name, *prompts, **settings):
         out = tmp_path / "out.json"
         args = ["--settings", json.dumps({"max_new_tokens": 12} | settings)]
-        args += ["--identity", results / "target/identity.json", "--task", task]
+        args += ["--identity", results / "target/identity.json", "--task", name]
         args += ["--drafter", results / "drafters/small", "--prompts", *prompts, "--out", out]
         evaluate.main([str(a) for a in args])
         return json.loads(out.read_text())
 
-    return partial(run)
+    return run
 
 
 def test_later_turns_are_responses_of_their_own(stage, tmp_path, finished):
