@@ -71,7 +71,7 @@ class Sampling:
         size = logits.shape[-1]
         top = scaled.topk(min(self.top_k or size, size))  # likeliest first
         p = top.values.softmax(-1)
-        if self.top_p is not None:
+        if self.top_p not in (None, 1.0):
             before = p.cumsum(-1) - p
             p = p.where(before < self.top_p, 0.0)  # nothing is before the likeliest: it stays
             p = p / p.sum(-1, keepdim=True)
@@ -91,6 +91,15 @@ def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     total = cumulative[..., -1:]
     wanted = (uniform.double()[..., None] * total).minimum(total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, wanted, right=True)[..., 0]
+
+
+def excess(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What the distribution p has more than q, [..., V]: where a rejected token is drawn again.
+
+    Its weights do not sum to one. Where rounding alone leaves nothing of it, it is p.
+    """
+    more = (p - q).clamp_min(0)
+    return torch.where(more.sum(-1, keepdim=True) > 0, more, p)
 
 
 class Sampler:
@@ -162,10 +171,7 @@ class Sampler:
         row_n = torch.arange(len(right_n), device=right_n.device)
         q_nBV = torch.cat([q_nbV * counts_nb[..., None], torch.zeros_like(p_nBV[:, :1])], dim=1)
         p_nV, q_nV = p_nBV[row_n, right_n], q_nBV[row_n, right_n]
-        excess_nV = (p_nV - q_nV).clamp_min(0)
-        # rounding alone can leave nothing of it, where p and q are the same
-        excess_nV = torch.where(excess_nV.sum(-1, keepdim=True) > 0, excess_nV, p_nV)
-        bonus_n = draw(excess_nV, _at(self.to_draw, made_n + right_n, 1)[:, 0])
+        bonus_n = draw(excess(p_nV, q_nV), _at(self.to_draw, made_n + right_n, 1)[:, 0])
         tokens_nB = torch.cat([draft_nb, bonus_n[:, None]], dim=1)
         tokens_nB[row_n, right_n] = bonus_n
         return tokens_nB, right_n
