@@ -154,10 +154,11 @@ def divergence_words(e: Evaluation) -> str:
     words = (
         f"In {e.dtype}, {plural(count, 'token')} of {plural(len(e.responses), 'response')} "
         f"{'is' if count == 1 else 'are'} not the target's choice when it reads the whole answer at "
-        f"once. {percent(near / count)} of them are near-ties: its two best logits are at most "
+        f"once. Of these {near:,} ({percent(near / count)}) "
+        f"{'is a near-tie' if near == 1 else 'are near-ties'}: the target's two best logits are at most "
         f"{found.near_tie_margin:g} apart there, which rounding alone turns"
     )
-    return words + (f"; the widest margin is {number(found.largest_margin)}.")
+    return words + f"; the widest margin is {number(found.largest_margin)}."
 
 
 def rival_words(f: Figures) -> Html | None:
@@ -241,7 +242,7 @@ def runs_table(drafters: list[tuple[Drafter, list[Evaluation]]]) -> Html | None:
     for d, runs in drafters:
         for i, e in enumerate(runs):
             f = e.overall
-            near = f"{f.lossless.near_ties} near-ties" if f.lossless.divergences else ""
+            near = plural(f.lossless.near_ties, "near-tie") if f.lossless.divergences else ""
             odd = "–" if e.temperature or f.lossless.divergences is None else None
             cells = [str(e.block_size), number(f.tau_mean), number(f.tau_pooled)]
             cells += [interval(f.tau_pooled_interval, " – ") or "–", drawing.times(f.speed_up)]

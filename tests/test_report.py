@@ -535,7 +535,7 @@ def test_divergences_are_explained(results: Results):
     results.evaluate(found)
     text = check_page(results.report()[0])
     assert "In bfloat16, 4 tokens of 12 responses are not the target's choice" in text
-    assert "75 % of them are near-ties" in text and "at most 0.25 apart" in text
+    assert "Of these 3 (75 %) are near-ties" in text and "at most 0.25 apart" in text
     assert "the widest margin is 1.50." in text and "4 (3 near-ties)" in text
     assert "Warning" not in text
     found["overall"]["lossless"] = lossless(0, 0)
