@@ -608,7 +608,7 @@ tbody th { font-weight: 500; } td code { overflow-wrap: anywhere; }
 .share { display: inline-block; min-width: 3.2em; }
 .track span { display: block; height: .7rem; background: var(--c0); min-width: 1px; }
 .track, .track span, .card, .warning { print-color-adjust: exact; }
-.charts { display: grid; gap: 2rem 2.5rem; align-items: start;
+.charts { display: grid; gap: 2rem 2.5rem; align-items: start; margin-top: 1.25rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
 .pair { display: flex; flex-wrap: wrap; gap: 1rem 4rem; align-items: flex-start; }
 .pair > * { max-width: 100%; }

@@ -50,8 +50,14 @@ class Dataset:
     files: str  # pattern within the repository; all that match, in order of their numbers
     rows: int  # as published
     turns: Callable[[Row], list[str]]  # what the user says, turn by turn
-    needs: tuple[str, ...]  # fields that `turns` reads
+    needs: tuple[str, ...]  # fields that every row must have
     kind: str | None = None  # field that names the kind of prompt
+    perhaps: tuple[str, ...] = ()  # fields that a row may have
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields that are read; LiveCodeBench's others take gigabytes."""
+        return (*self.needs, *self.perhaps, *([self.kind] if self.kind else []))
 
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -141,6 +147,7 @@ DATASETS = {
         _livecodebench,
         ("question_content",),
         "difficulty",
+        ("starter_code",),
     ),
     "mt-bench": Dataset(
         "HuggingFaceH4/mt_bench_prompts",
@@ -158,6 +165,7 @@ DATASETS = {
         128,
         _alpaca,
         ("instruction",),
+        perhaps=("input",),
     ),
     "swe-bench-lite": Dataset(
         "princeton-nlp/SWE-bench_Lite",
@@ -201,24 +209,34 @@ def fetch(dataset: Dataset, revision: str) -> Path:
         ) from None
 
 
-def read_rows(folder: Path, files: str) -> Iterator[tuple[str, Row]]:
-    """Every row of the files that match, with its place. Raises UserError when there are none."""
+def read_rows(folder: Path, files: str, fields: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
+    """These fields of every row of the files that match, with its place. Raises UserError when there
+    are no files."""
     found = sorted(folder.glob(files), key=lambda path: (len(path.name), path.name))
     if not found:
         raise UserError(f"{folder}: holds no {files}; give a folder laid out like the data set")
     for path in found:
-        for number, row in enumerate(_rows(path), start=1):
-            yield f"{path}, row {number}", row
+        for number, row in _rows(path, fields):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path}, row {number}: found a {type(row).__name__}, not an object"
+                )
+            yield f"{path}, row {number}", {f: row[f] for f in fields if f in row}
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, Row]]:
+    """Row or line number, from 1, and row."""
     try:
         if path.suffix == ".parquet":
-            for batch in pq.ParquetFile(path).iter_batches():
-                yield from batch.to_pylist()
+            file = pq.ParquetFile(path)
+            columns = [name for name in fields if name in file.schema_arrow.names]
+            batches = file.iter_batches(columns=columns)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
         else:
-            with open(path, encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file if line.strip())
+            with open(path, encoding="utf-8") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield number, json.loads(line)
     except (pa.ArrowException, ValueError) as e:
         reason = " ".join(str(e).split())[:120]
         raise UserError(f"{path}: damaged ({reason}); fetch it again") from None
@@ -227,7 +245,7 @@ def _rows(path: Path) -> Iterator[Row]:
 def questions(dataset: Dataset, folder: Path, rows: int) -> list[tuple[str, Row, list[str]]]:
     """The chosen rows with their places and what is asked. Raises UserError naming file, row and
     field where one is missing, and when there are no rows at all."""
-    every = list(read_rows(folder, dataset.files))
+    every = list(read_rows(folder, dataset.files, dataset.fields))
     if not every:
         raise UserError(f"{folder}: {dataset.files} holds no rows; fetch it again")
     order = list(range(len(every)))
@@ -235,7 +253,7 @@ def questions(dataset: Dataset, folder: Path, rows: int) -> list[tuple[str, Row,
     chosen = []
     for where, row in (every[i] for i in order[:rows]):
         for field in dataset.needs:
-            if not isinstance(row, dict) or not row.get(field):
+            if not row.get(field):
                 raise UserError(
                     f"{where}: `{field}` is missing or empty; expected the columns of {dataset.repo}"
                 )

@@ -132,9 +132,11 @@ def test_files_are_read_in_the_order_of_their_numbers(tmp_path):
     folder = tmp_path / "code"
     folder.mkdir()
     for number in ("", "2", "10"):
-        (folder / f"test{number}.jsonl").write_text(json.dumps({"n": number}) + "\n")
-    read = [row["n"] for _, row in tasks.read_rows(folder, "test*.jsonl")]
-    assert read == ["", "2", "10"]
+        row = json.dumps({"n": number, "large": "x"})
+        (folder / f"test{number}.jsonl").write_text(f"\n{row}\n")
+    read = list(tasks.read_rows(folder, "test*.jsonl", ("n", "other")))
+    assert [row for _, row in read] == [{"n": ""}, {"n": "2"}, {"n": "10"}]
+    assert read[0][0].endswith("test.jsonl, row 2")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,8 @@ def test_files_are_read_in_the_order_of_their_numbers(tmp_path):
         ("gsm8k", [{"question": ""}], "parquet, row 1: `question` is missing or empty"),
         ("math500", [{"problem": "A"}, {"text": "B"}], "test.jsonl, row 2: `problem` is missing"),
         ("math500", [], "holds no rows"),
+        ("math500", [["A"]], "test.jsonl, row 1: found a list, not an object"),
+        ("gsm8k", [{"text": "A"}], "parquet, row 1: `question` is missing"),
         ("mt-bench", [{"prompt": ["How?", " "]}], "row 1: `prompt` is ' '"),
         ("mt-bench", [{"prompt": "How?"}], "row 1: `prompt`: expected a list of turns"),
     ],
