@@ -97,6 +97,19 @@ def request_json(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]
     return found
 
 
+def part(answer: Any, url: str, *path: str | int) -> Any:
+    """What lies at a path in an answer. Raises UserError where it is missing."""
+    for key in path:
+        try:
+            answer = answer[key]
+        except (KeyError, IndexError, TypeError):
+            raise UserError(
+                f"{url}: the answer has no `{'.'.join(map(str, path))}`; is it a recent version of what "
+                "evaluate.server says?"
+            ) from None
+    return answer
+
+
 # --- the three engines --------------------------------------------------------------------------
 
 
@@ -156,7 +169,7 @@ class Vllm:
             "return_token_ids": True,
         }
         found = request_json(f"{a.url}/v1/completions", body)
-        tokens = found["choices"][0]["token_ids"]
+        tokens = part(found, a.url, "choices", 0, "token_ids")
         gained = self.counted(len(tokens))
         slots = sorted(
             (int(key.split("/")[1]), count)
@@ -173,22 +186,22 @@ class Vllm:
 
     def counted(self, tokens: int) -> dict[str, float]:
         """What the counters gained by an answer of so many tokens, which they hold a moment after
-        it was given. Raises UserError when they gained more: someone else was served too."""
+        it was given. Raises UserError when they gain another number: others were served too."""
         until = time.monotonic() + COUNTERS_SECONDS
         while True:
             now = self.counters()
             gained = {key: value - self.before.get(key, 0.0) for key, value in now.items()}
             generated = gained.get("vllm:generation_tokens_total", 0)
             ended = gained.get("vllm:request_decode_time_seconds_count", 1)
-            if generated > tokens or ended > 1:
-                raise UserError(
-                    f"{self.asking.url}: the server answered others meanwhile ({generated:.0f} tokens "
-                    f"counted, {tokens} received); measure while nobody else uses it"
-                )
-            if (generated == tokens and ended == 1) or time.monotonic() > until:
+            if generated == tokens and ended == 1:
                 self.before = now
                 return gained
-            time.sleep(0.005)
+            if generated > tokens or ended > 1 or time.monotonic() > until:
+                raise UserError(
+                    f"{self.asking.url}: counted {generated:.0f} tokens for an answer of {tokens}; measure "
+                    "while nobody else uses the server"
+                )
+            time.sleep(0.02)
 
 
 class Sglang:
@@ -213,8 +226,9 @@ class Sglang:
         }
         body = {"input_ids": prompt.prompt_ids, "sampling_params": sampling}
         found = request_json(f"{a.url}/generate", body)
-        meta = found["meta_info"]
-        answer = Answer(list(found["output_ids"]), float(meta["e2e_latency"]))
+        meta = part(found, a.url, "meta_info")
+        seconds = float(part(meta, a.url, "e2e_latency"))
+        answer = Answer(list(part(found, a.url, "output_ids")), seconds)
         end = (meta.get("finish_reason") or {}).get("matched")
         if isinstance(end, int) and answer.tokens[-1:] != [end]:
             answer.tokens.append(end)  # some versions leave it out
@@ -255,8 +269,9 @@ class LlamaCpp:
             "cache_prompt": False,
         }
         found = request_json(f"{a.url}/completion", body)
-        times = found["timings"]
-        answer = Answer(list(found["tokens"]), float(times["predicted_ms"]) / 1000)
+        times = part(found, a.url, "timings")
+        seconds = float(part(times, a.url, "predicted_ms")) / 1000
+        answer = Answer(list(part(found, a.url, "tokens")), seconds)
         if found.get("stop_type") == "eos" and answer.tokens[-1:] != a.eos[-1:] and len(a.eos) == 1:
             answer.tokens += a.eos  # it stops at the end token without returning it
         if "draft_n" in times:

@@ -228,10 +228,14 @@ def test_what_is_sent(serve):
         (FakeLlama, {"drafts": False}, {}, "llama.cpp tells nothing of drafting"),
         (FakeVllm, {}, {"model": "gone"}, "serves target; expected gone; correct"),
         (FakeVllm, {"owner": "me"}, {}, "calls itself 'me'; set evaluate.server.kind to one of"),
-        (FakeVllm, {"others": 2}, {}, r"answered others meanwhile \(4 tokens counted, 2 received"),
+        (FakeVllm, {"others": 2}, {}, "counted 4 tokens for an answer of 2; measure while nobody"),
+        (FakeVllm, {"others": -1}, {}, "counted 1 tokens for an answer of 2"),
     ],
 )
-def test_servers_that_cannot_be_measured_are_refused(serve, handler, changes, given, words):
+def test_servers_that_cannot_be_measured_are_refused(
+    serve, handler, changes, given, words, monkeypatch
+):
+    monkeypatch.setattr(served, "COUNTERS_SECONDS", 0.05)
     with pytest.raises(UserError, match=words) as e:
         measure(serve(handler, **changes), **given)
     assert "\n" not in str(e.value)
@@ -251,6 +255,14 @@ def test_a_refusal_is_passed_on(serve):
 
     with pytest.raises(UserError, match=r"the server refused \(400\): .*prompt too long"):
         measure(serve(FakeVllm, do_POST=refuse))
+
+
+def test_a_version_that_returns_no_token_ids(serve):
+    def answer(self, body) -> dict[str, Any]:
+        return {"choices": [{"text": "?"}]}
+
+    with pytest.raises(UserError, match=r"the answer has no `choices.0.token_ids`; is it a recent"):
+        measure(serve(FakeVllm, answer=answer))
 
 
 def test_something_that_is_no_model_server(serve):
