@@ -143,6 +143,7 @@ def test_later_turns_are_responses_of_their_own(stage, tmp_path, finished):
     for r in found["responses"]:
         assert r["accepted_per_slot"] == [sum(c > k for c in r["cycles"]) for k in (1, 2)]
     assert len(found["timed"]) == 2 and found["timed"][0]["prefill_seconds"] > 0
+    assert found["overall"]["tau_lookup"] >= 1 and found["overall"]["speed_up_lookup"] > 0
 
 
 def test_in_bfloat16_divergences_are_counted(stage, finished):
