@@ -272,9 +272,7 @@ class LlamaCpp:
         times = part(found, a.url, "timings")
         seconds = float(part(times, a.url, "predicted_ms")) / 1000
         answer = Answer(list(part(found, a.url, "tokens")), seconds)
-        if found.get("stop_type") == "eos" and answer.tokens[-1:] != a.eos[-1:] and len(a.eos) == 1:
-            answer.tokens += a.eos  # it stops at the end token without returning it
-        if "draft_n" in times:
+        if "draft_n" in times:  # left out where nothing was drafted
             answer.accepted = int(times["draft_n_accepted"])
             answer.cycles = int(times["predicted_n"]) - 1 - answer.accepted
         return answer
