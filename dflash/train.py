@@ -669,6 +669,7 @@ def main(argv: list[str] | None) -> None:
     with whole(args.out, folder=True) as folder:
         save_drafter(folder, drafter, "float32")
         shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
+        shape["target"] = identity.weights_sha256  # what it drafts for
         write_json(folder / "training.json", {**shape, **facts})
     held.close()
     last = facts["history"][-1] if facts["history"] else {}

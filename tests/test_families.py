@@ -233,7 +233,8 @@ def test_speculative_output_is_the_targets_own(name, tmp_path_factory):
         root / "model", dtype=torch.float32, attn_implementation="eager"
     ).eval()
     asked = [Prompt(f"{i:016x}", "", "", "", "heldout", [], ids) for i, ids in enumerate(prompts)]
-    assert all(evaluate.own_greedy_outputs(reference, asked, plain, limit, identity.eos_token_ids))
+    checks = evaluate.check_greedy(reference, asked, plain, limit, identity.eos_token_ids)
+    assert all(check.identical for check in checks)
 
 
 def test_a_text_that_may_pass_the_edge_of_its_frequencies_is_not_decoded(tmp_path_factory):
