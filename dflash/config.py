@@ -705,16 +705,17 @@ def _read_hub_json(model: str, name: str) -> dict[str, Any] | None:
 
 
 def tap_ids(drafter: Drafter, num_target_layers: int) -> list[int]:
-    """Ids of the tapped target layers: as listed, or T of them spread by the published formula.
-
-    round(1 + i (L-4)/(T-1)) for i in 0..T-1 with Python's rounding, [L//2] for T = 1.
-    """
+    """Ids of the tapped target layers: as listed, or T of them spread by the published formula."""
     if isinstance(drafter.taps, list):
         return drafter.taps
-    if drafter.taps == 1:
+    return spread_taps(drafter.taps, num_target_layers)
+
+
+def spread_taps(taps: int, num_target_layers: int) -> list[int]:
+    """round(1 + i (L-4)/(T-1)) for i in 0..T-1 with Python's rounding, [L//2] for T = 1."""
+    if taps == 1:
         return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + i * span / (drafter.taps - 1)) for i in range(drafter.taps)]
+    return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
 def gamma(drafter: Drafter) -> float:

@@ -25,7 +25,7 @@ import transformers
 from dflash import config, target
 from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
 from dflash.decode import Response, generate
-from dflash.drafter import DTYPES, Drafter, load_drafter
+from dflash.drafter import DTYPES, Drafter, check_fits, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
 from dflash.progress import progress
@@ -326,25 +326,6 @@ def main(argv: list[str] | None) -> None:
         f"{o['tau_pooled']:.3f} pooled; {speed_up}; {lossless['identical']} of "
         f"{lossless['checked']} outputs identical to the target's own"
     )
-
-
-def check_fits(drafter: Drafter, identity: target.Identity, folder: Path) -> None:
-    """Refuse a drafter made for a target of another shape. Raises UserError naming the fields."""
-    c = drafter.config
-    wrong = [
-        f"{name} {mine} against {theirs}"
-        for name, mine, theirs in (
-            ("hidden_size", c.hidden_size, identity.hidden_size),
-            ("num_target_layers", c.num_target_layers, identity.num_hidden_layers),
-            ("vocab_size", c.vocab_size, identity.vocab_size),
-        )
-        if mine != theirs
-    ]
-    if wrong:
-        raise UserError(
-            f"{folder}: this drafter does not fit the target {identity.model} ({'; '.join(wrong)}); "
-            "evaluate it with the target it was trained for"
-        )
 
 
 if __name__ == "__main__":
