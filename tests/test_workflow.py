@@ -56,7 +56,8 @@ def test_second_run_has_nothing_to_do(finished):
     ("path", "value", "jobs"),
     [
         ("drafters.small.training.lr", 1e-3, ["evaluate", "export", "report", "train"]),
-        ("evaluate.max_new_tokens", 20, ["evaluate", "report"]),
+        ("evaluate.max_new_tokens", 20, ["evaluate", "export", "report"]),
+        ("export.licence", "mit", ["export", "report"]),
         ("machine.train.micro_batch", 2, []),
         ("machine.extract.gpu", 0, []),
         (
