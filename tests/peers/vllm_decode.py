@@ -45,7 +45,7 @@ def main():
     llm = vllm.LLM(
         a.target,
         dtype=a.dtype,
-        max_model_len=max(map(len, prompts)) + a.max_new_tokens + (a.block_size or 0),
+        max_model_len=max(map(len, prompts)) + a.max_new_tokens + 128,  # no draft is cut short
         max_num_seqs=a.sequences,
         enforce_eager=True,
         enable_prefix_caching=False,
