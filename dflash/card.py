@@ -13,7 +13,7 @@ import yaml
 
 from dflash.config import is_folder, split_hub_id
 from dflash.drafter import DrafterConfig, target_record
-from dflash.results import Counts, Evaluation, Figures, Training, total
+from dflash.results import Counts, Evaluation, Figures, Lossless, Training, total
 from dflash.serving import launch_lines
 from dflash.target import Identity
 
@@ -44,7 +44,8 @@ def model_card(facts: Facts) -> str:
         "this folder.",
         shape(facts),
         "## Measured",
-        *([measured(e) for e in facts.evaluations] or ["Not measured."]),
+        *[measured(e) for e in facts.evaluations],
+        HOW_TO_READ if facts.evaluations else "Not measured.",
         "## Training data",
         training_data(facts),
         "## Serving",
@@ -99,27 +100,38 @@ def measured(e: Evaluation) -> str:
             kind,
             f.responses,
             _tau(f.tau_mean, f.tau_mean_interval),
-            _tau(f.tau_pooled, getattr(f, "tau_pooled_interval", None)),
+            _tau(f.tau_pooled, f.tau_pooled_interval),
             f"{f.speed_up:.2f}" if f.speed_up else "",
-            f"{f.lossless.identical} of {f.lossless.checked}" if f.lossless.checked else "",
+            _lossless(f.lossless),
         ]
 
-    head = ["prompts", "responses", "τ mean (95 %)", "τ pooled", "speed-up", "identical"]
+    head = ["prompts", "responses", "τ mean (95 %)", "τ pooled (95 %)", "speed-up", "identical"]
+    how = f"sampled at temperature {e.temperature:g}" if e.temperature else "greedy"
     rows = [row(kind, f) for kind, f in e.per_kind.items()] + [row("all", e.overall)]
     slots = e.overall.per_slot
     accepted = table(
         ["slot", *[str(k) for k in range(1, len(slots) + 1)]],
         [["accepted", *[f"{share:.3f}" for share in slots]]],
     )
+    where = f" Speed: {e.measured_on}." if e.measured_on else ""
     return (
-        f"Task {e.task}: greedy, {e.dtype}, at most {e.max_new_tokens} new tokens.\n\n"
-        f"{table(head, rows)}\n\n{accepted}\n\n"
-        "τ is the number of tokens a draft-and-verify cycle gives, the target's own included: as the "
-        "mean over responses and over all cycles pooled. Slot k is accepted in the given share of "
-        "cycles. Speed-up is over plain decoding in the same loop"
-        + (f" ({e.measured_on})" if e.measured_on else "")
-        + ". Identical: outputs equal to the target's own greedy ones, token by token."
+        f"Task {e.task}: {how}, blocks of {e.block_size}, {e.dtype}, at most {e.max_new_tokens} new "
+        f"tokens.{where}\n\n{table(head, rows)}\n\n{accepted}"
     )
+
+
+HOW_TO_READ = (
+    "τ is the number of tokens a draft-and-verify cycle gives, the target's own included: as the mean "
+    "over responses and over all cycles pooled. Slot k is accepted in the given share of cycles. "
+    "Speed-up is over plain decoding in the same loop, one prompt at a time. Identical: outputs equal "
+    "to the target's own greedy ones, token by token."
+)
+
+
+def _lossless(found: Lossless) -> str:
+    if found.divergences is not None:
+        return f"{found.divergences} tokens differ, {found.near_ties} of them near-ties"
+    return f"{found.identical} of {found.checked}" if found.checked else ""
 
 
 def _tau(value: float | None, interval: tuple[float, float] | None) -> str:

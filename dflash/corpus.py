@@ -53,6 +53,9 @@ class Prompt:
     split: str  # "train" or "heldout"
     messages: list[Message]
     prompt_ids: list[int]
+    language: str = ""  # if a task's row states it
+    later: tuple[str, ...] = ()  # user turns of a task still to be asked, after the answer
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def load_jsonl_prompts(
             split=split_of(sample, heldout_share),
             messages=messages,
             prompt_ids=[],
+            language=_label(row, "language", "", where),
         )
         prompts.setdefault(sample, (prompt, where))
     if not rows:
@@ -199,7 +203,7 @@ def _messages(row: dict[str, Any], where: str) -> list[Message]:
 
 
 def _label(row: dict[str, Any], key: str, default: str, where: str) -> str:
-    """The row's optional `id` or `kind`, as text."""
+    """The row's optional `id`, `kind` or `language`, as text."""
     value = row.get(key)
     if value is None:
         return default

@@ -23,7 +23,7 @@ def page(inputs: Inputs) -> str:
     )
     body = [
         el("header", el("h1", title), el("p", lead, class_="lead")),
-        [warning(d, e) for d in drafters for e in d.tasks.values()],
+        [warning(d, e) for d in drafters for runs in d.runs.values() for e in runs],
         el("section", [headline(d) for d in drafters], class_="cards"),
         [task_section([(d, d.tasks[task]) for d in drafters]) for task in drafters[0].tasks],
         training_section(drafters),
@@ -89,8 +89,9 @@ def headline(d: Drafter) -> Html:
         el("h2", drawing.legend_mark(d.look), d.name, el("small", f" on {e.task}")),
         el("dl", [el("div", figure) for figure in figures], class_="key"),
         el("p", acceptance_words(f, e.block_size)),
-        el("p", speed_words(f, e.measured_on), " ", lossless_words(f)),
+        el("p", speed_words(f, e.measured_on), " ", lossless_words(e)),
         break_even_words(e),
+        rival_words(f),
         class_=f"card {drawing.colour(d.look)}",
     )
 
@@ -99,15 +100,17 @@ def identical(f: Figures) -> str:
     return f"{f.lossless.identical} of {f.lossless.checked}" if f.lossless.checked else "–"
 
 
-def interval(f: Figures, between: str) -> str:
-    return between.join(number(x) for x in f.tau_mean_interval or ())
+def interval(ends: tuple[float, float] | None, between: str) -> str:
+    return between.join(number(x) for x in ends or ())
 
 
 def acceptance_words(f: Figures, block: int) -> Html:
     if f.tau_mean is None:
         nothing = "Every response ended with its first token, so there was nothing to draft."
         return el("strong", nothing)
-    around = f" (95 % interval {interval(f, ' to ')})" if f.tau_mean_interval else ""
+    around = (
+        f" (95 % interval {interval(f.tau_mean_interval, ' to ')})" if f.tau_mean_interval else ""
+    )
     main = f"Each pass of the target yields {number(f.tau_mean)} tokens{around}"
     return join(
         el("strong", f"{main}; plain decoding yields 1."),
@@ -125,13 +128,49 @@ def speed_words(f: Figures, measured_on: str) -> str:
     return words + ("." if f.speed_up >= 1 else ": there it does not pay yet.")
 
 
-def lossless_words(f: Figures) -> str:
-    checked, same = f.lossless.checked, f.lossless.identical
+def lossless_words(e: Evaluation) -> str:
+    found = e.overall.lossless
+    checked, same = found.checked, found.identical
+    if e.temperature:
+        return (
+            "Outputs were sampled, so none can be compared: that the samples keep the target's "
+            "distribution is tested in the decoder."
+        )
+    if not checked and found.divergences is not None:
+        return divergence_words(e)
     if not checked:
         return "Outputs were not compared with the target's own: that needs float32."
     if same == checked:
         return f"All {plural(checked, 'output')} checked are identical to the target's own."
     return f"Only {same} of {checked} outputs are identical to the target's own: see the warning."
+
+
+def divergence_words(e: Evaluation) -> str:
+    """Where rounding decides, how close the decisions were."""
+    found = e.overall.lossless
+    count, near = found.divergences or 0, found.near_ties
+    if not count:
+        return f"Every token is the target's own choice, in {e.dtype}."
+    words = (
+        f"In {e.dtype}, {plural(count, 'token')} of {plural(len(e.responses), 'response')} "
+        f"{'is' if count == 1 else 'are'} not the target's choice when it reads the whole answer at "
+        f"once. {percent(near / count)} of them are near-ties: its two best logits are at most "
+        f"{found.near_tie_margin:g} apart there, which rounding alone turns"
+    )
+    return words + (f"; the widest margin is {number(found.largest_margin)}.")
+
+
+def rival_words(f: Figures) -> Html | None:
+    """The cheap rival, which drafts by looking up what followed the last tokens before."""
+    if f.speed_up_lookup is None:
+        return None
+    return el(
+        "p",
+        f"Prompt lookup, which needs no drafter, reaches τ = {number(f.tau_lookup)} on the timed "
+        f"prompts where the drafter reaches {number(f.tau_timed)}, and decodes "
+        f"{f.speed_up_lookup:.2f} times as fast as plain decoding.",
+        class_="note",
+    )
 
 
 def break_even_words(e: Evaluation) -> Html | None:
@@ -161,28 +200,114 @@ def task_section(measured: Measured) -> Html:
     timed = max(len(e.timed) for _, e in measured)
     how = (
         f"{plural(len(first.responses), 'prompt')}, at most {first.max_new_tokens} new tokens, "
-        f"greedy, in {first.dtype}; the speed on {timed} of them, decoded one at a time."
+        f"{decoded(first)}, in {first.dtype}; the speed on {timed} of them, decoded one at a time."
     )
-    names = dict.fromkeys(kind for _, e in measured for kind in e.per_kind)
-    kinds = [(k, [(d, e.per_kind[k]) for d, e in measured if k in e.per_kind]) for k in names]
-    kinds.append(("overall", [(d, e.overall) for d, e in measured]))
+    kinds = by_group(measured, "per_kind")
+    languages = by_group(measured, "per_language")
     charts = [tau_chart(kinds), speed_chart(kinds), slot_chart(measured), gained_chart(measured)]
     title = f"Acceptance and speed on {first.task}"
-    return section(title, el("p", how), kind_table(kinds), el("div", charts, class_="charts"))
+    tables = [
+        kind_table("Kind", kinds),
+        # one language and the overall row would say the same twice
+        kind_table("Language", languages[:-1]) if len(languages) > 2 else None,
+        runs_table([(d, d.runs[first.task]) for d, _ in measured]),
+        served_table(side_by_side(measured, first.task)),
+    ]
+    return section(title, el("p", how), tables, el("div", charts, class_="charts"))
 
 
-def kind_table(kinds: Kinds) -> Html:
+def decoded(e: Evaluation) -> str:
+    if not e.temperature:
+        return "greedy"
+    return f"sampled at temperature {e.temperature:g} ({(e.rule or '').replace('_', '-')})"
+
+
+def by_group(measured: Measured, field: str) -> Kinds:
+    """The figures of every kind or language, and overall."""
+    groups = [(d, getattr(e, field)) for d, e in measured]
+    names = dict.fromkeys(name for _, group in groups for name in group)
+    rows = [(n, [(d, group[n]) for d, group in groups if n in group]) for n in names]
+    return [*rows, ("overall", [(d, e.overall) for d, e in measured])]
+
+
+def runs_table(drafters: list[tuple[Drafter, list[Evaluation]]]) -> Html | None:
+    """Every temperature and block size, beside the rival; None where there is nothing to compare."""
+    every = [(d, e) for d, runs in drafters for e in runs]
+    if len(every) == len(drafters) and all(e.overall.speed_up_lookup is None for _, e in every):
+        return None
+    head = ["Drafter", "Decoding", "Block", "τ mean", "τ pooled", "95 % interval", "Speed-up"]
+    head += ["Lookup τ", "Lookup speed-up", "Not the target's choice"]
+    rows = []
+    for d, runs in drafters:
+        for i, e in enumerate(runs):
+            f = e.overall
+            near = f"{f.lossless.near_ties} near-ties" if f.lossless.divergences else ""
+            odd = "–" if e.temperature or f.lossless.divergences is None else None
+            cells = [str(e.block_size), number(f.tau_mean), number(f.tau_pooled)]
+            cells += [interval(f.tau_pooled_interval, " – ") or "–", drawing.times(f.speed_up)]
+            cells += [number(f.tau_lookup), drawing.times(f.speed_up_lookup)]
+            cells += [odd or f"{f.lossless.divergences}" + (f" ({near})" if near else "")]
+            rows.append([d.name if i == 0 else None, decoded(e), *cells])
+    caption = "Every way it was decoded, beside prompt lookup on the timed prompts"
+    return table(caption, head, rows, 2)
+
+
+Beside = list[tuple[Drafter, Evaluation, results.Served]]
+
+
+def side_by_side(measured: Measured, task: str) -> Beside:
+    """What servers told, each with the offline evaluation at its temperature, if there is one."""
+    found = []
+    for d, _ in measured:
+        for served in d.served[task]:
+            same = [e for e in d.runs[task] if e.temperature == served.temperature]
+            own = [e for e in same if e.block_size == d.config.block_size]
+            found += [(d, e, served) for e in (own or same)[:1]]
+    return found
+
+
+def served_table(beside: Beside) -> Html | None:
+    """Offline and served figures, one above the other."""
+    if not beside:
+        return None
+    shown = 4  # slots; the later ones are in the files
+    slots = min(shown, max(len(x.overall.per_slot) for _, e, s in beside for x in (e, s)))
+    head = ["Drafter", "Where", "Responses", "τ mean", "τ pooled", "95 % interval"]
+    head += [*(f"Slot {k}" for k in range(1, slots + 1)), "Tokens/s", "Same answers"]
+    rows = []
+    for d, e, served in beside:
+        per_token = e.overall.seconds_per_token_drafted
+        same, both = results.same_answers(e, served)
+        speeds = (1 / per_token if per_token else None, served.overall.tokens_per_second)
+        agreed = ("", f"{same} of {both}" if not e.temperature else "–")
+        wheres = (f"offline, {decoded(e)}, {e.dtype}", served.engine)
+        each = zip((e.overall, served.overall), wheres, speeds, agreed, strict=True)
+        for i, (f, where, rate, agree) in enumerate(each):
+            share = [percent(f.per_slot[k]) if k < len(f.per_slot) else "–" for k in range(slots)]
+            cells = [f"{f.responses:,}", number(f.tau_mean), number(f.tau_pooled)]
+            cells += [interval(f.tau_pooled_interval, " – ") or "–", *share, number(rate, 1), agree]
+            rows.append([d.name if i == 0 else None, where, *cells])
+    note = (
+        "The server counts drafts beyond the end of an answer too, the offline figures leave them "
+        "out. Its tokens/s are its own clock's."
+    )
+    return el("div", table("Served beside offline", head, rows, 2), el("p", note, class_="note"))
+
+
+def kind_table(what: str, kinds: Kinds) -> Html:
     """One row for each kind and drafter; with one drafter, without its name."""
     several = len(kinds[-1][1]) > 1
-    head = ["Kind", *(["Drafter"] if several else []), "Responses", "τ mean", "95 % interval"]
+    head = [what, *(["Drafter"] if several else []), "Responses", "τ mean", "95 % interval"]
     head += ["τ pooled", "Speed-up", "Identical"]
     rows = []
     for kind, row in kinds:
         for i, (d, f) in enumerate(row):
-            cells = [f"{f.responses:,}", number(f.tau_mean), interval(f, " – ") or "–"]
+            cells = [f"{f.responses:,}", number(f.tau_mean)]
+            cells += [interval(f.tau_mean_interval, " – ") or "–"]
             cells += [number(f.tau_pooled), drawing.times(f.speed_up), identical(f)]
             rows.append([kind if i == 0 else None, *([d.name] if several else []), *cells])
-    return table("Acceptance and speed by kind of prompt", head, rows, 2 if several else 1)
+    caption = f"Acceptance and speed by {what.lower()} of prompt"
+    return table(caption, head, rows, 2 if several else 1)
 
 
 def tau_chart(kinds: Kinds) -> Html:
@@ -417,8 +542,10 @@ TERMS = {
     "machine it was measured on.",
     "Identical": "The output equals the target's own greedy output token by token. Only float32 "
     "allows the comparison: in bfloat16 nearly equal tokens may change places.",
-    "95 % interval": "Of the mean over responses, by drawing responses with replacement "
-    "(bootstrap).",
+    "95 % interval": "Of the mean over responses, or of τ pooled where it stands beside that, by "
+    "drawing responses with replacement (bootstrap).",
+    "Prompt lookup": "Drafts what followed the last few tokens where they stood before, in prompt or "
+    "answer. It costs nothing to train; a drafter should beat it.",
 }
 
 

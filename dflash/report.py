@@ -58,7 +58,7 @@ def gather(args: argparse.Namespace) -> results.Inputs:
         corpus=[(Path(p).stem, results.read(results.Statistics, p)) for p in args.corpus],
         tokens=shards(args.tokens),
         features=shards(args.features),
-        drafters=results.read_drafters(args.training, args.evaluations, args.exports),
+        drafters=results.read_drafters(args.training, args.evaluations, args.exports, args.served),
         costs=results.read_costs(args.benchmarks),
     )
 
@@ -73,11 +73,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     needed = [
         add("--identity", help="identity.json of the target stage"),
         add("--training", nargs="+", help="training.json of each drafter, in order"),
-        add("--evaluations", nargs="+", help="of each drafter on each task, in order"),
+        add("--evaluations", nargs="+", help="of each drafter on each task, the leading one first"),
         add("--exports", nargs="+", help="config.json in each exported folder"),
         add("--html", type=Path, help="page to write"),
         add("--summary", type=Path, help="summary.json to write"),
     ]
+    add("--served", nargs="*", default=[], help="what a running server told, on each task")
     add("--corpus", nargs="*", default=[], help="statistics of the corpus stage")
     add("--tokens", nargs="*", default=[], help="statistics of the regenerate stage")
     add("--features", nargs="*", default=[], help="manifests of the extract stage")

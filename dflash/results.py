@@ -27,20 +27,34 @@ class Read(BaseModel):
 class Lossless(Read):
     checked: int  # outputs compared with the target's own
     identical: int  # of these the same
+    divergences: int | None = None  # tokens that are not the target's choice
+    near_ties: int = 0  # of these with its two best logits at most so far apart:
+    near_tie_margin: float = 0.0
+    largest_margin: float | None = None
 
 
-class Figures(Read):
-    """Acceptance and speed on some prompts, as `evaluate` writes them and the summary repeats."""
+class Acceptance(Read):
+    """What both offline decoding and a server tell."""
 
     responses: int
     cycles: int
     tau_mean: float | None
     tau_mean_interval: tuple[float, float] | None = None
     tau_pooled: float | None
-    speed_up: float | None
-    seconds_per_token_plain: float | None = None
-    lossless: Lossless
+    tau_pooled_interval: tuple[float, float] | None = None
     per_slot: list[float]
+
+
+class Figures(Acceptance):
+    """Acceptance and speed on some prompts, as `evaluate` writes them and the summary repeats."""
+
+    speed_up: float | None
+    speed_up_lookup: float | None = None
+    tau_timed: float | None = None
+    tau_lookup: float | None = None
+    seconds_per_token_plain: float | None = None
+    seconds_per_token_drafted: float | None = None
+    lossless: Lossless
     draft_share: float | None = None
 
 
@@ -49,25 +63,54 @@ class Timed(Read):  # one prompt decoded alone
     drafted_cycles: int
 
 
-class Response(Read):  # one prompt decoded in a batch
+class Said(Read):  # one answer, offline or served
     sample_id: str
+    turn: int = 1
+    tokens_sha256: str
+
+
+class Response(Said):  # one prompt decoded in a batch
     cycles: list[int]  # tokens that each one gave
     identical: bool | None = None
 
 
 class Evaluation(Read):
-    """One drafter on one task."""
+    """One drafter on one task, at one temperature and block size."""
 
     drafter: str
     task: str
     block_size: int
+    temperature: float = 0.0
+    rule: str | None = None  # of accepting samples
     dtype: str
     max_new_tokens: int
     measured_on: str = ""  # device, threads and versions: what the speed belongs to
     overall: Figures
     per_kind: dict[str, Figures]
+    per_language: dict[str, Figures] = {}
     timed: list[Timed]
     responses: list[Response]
+
+    @property
+    def what(self) -> str:
+        """Names it among all evaluations."""
+        run = f" with blocks of {self.block_size} at temperature {self.temperature:g}"
+        return f"{self.drafter} on {self.task}{run}"
+
+
+class ServedFigures(Acceptance):
+    tokens_per_second: float | None
+
+
+class Served(Read):
+    """One drafter on one task, as a running server told of it."""
+
+    drafter: str
+    task: str
+    engine: str
+    temperature: float
+    overall: ServedFigures
+    responses: list[Said]
 
 
 class LogLine(Read):  # averages over some training steps
@@ -142,11 +185,17 @@ class Drafter:
     config: ExportConfig
     export: Path
     export_bytes: int | None
-    tasks: dict[str, Evaluation]
+    runs: dict[str, list[Evaluation]]  # by task, one for each temperature and block size
+    served: dict[str, list[Served]]
+
+    @property
+    def tasks(self) -> dict[str, Evaluation]:
+        """The evaluation that leads each task: the first one given."""
+        return {task: runs[0] for task, runs in self.runs.items()}
 
     @property
     def task(self) -> Evaluation:
-        """The evaluation that the headline speaks of: the first one given."""
+        """The evaluation that the headline speaks of: that of the first task."""
         return next(iter(self.tasks.values()))
 
 
@@ -202,7 +251,7 @@ def _read_each(model: type[R], paths: list[str], name: Callable[[str, R], str]) 
 
 
 def read_drafters(
-    trainings: list[str], evaluations: list[str], exports: list[str]
+    trainings: list[str], evaluations: list[str], exports: list[str], served: list[str]
 ) -> list[Drafter]:
     """The drafters in the order of their training files.
 
@@ -210,21 +259,25 @@ def read_drafters(
     """
     trained = _read_each(Training, trainings, lambda _, t: t.name)
     configs = _read_each(ExportConfig, exports, lambda path, _: Path(path).parent.name)
-    measured = _read_each(Evaluation, evaluations, lambda _, e: f"{e.drafter} on {e.task}")
+    measured = _read_each(Evaluation, evaluations, lambda _, e: e.what).values()
+    asked = _read_each(Served, served, lambda path, _: path).values()
     folders = {Path(path).parent.name: Path(path).parent for path in exports}
-    tasks = list(dict.fromkeys(e.task for e in measured.values()))
+    tasks = list(dict.fromkeys(e.task for e in measured))
     drafters = []
     for look, (name, training) in enumerate(trained.items()):
+        runs = {t: [e for e in measured if (e.drafter, e.task) == (name, t)] for t in tasks}
         for task in tasks:
-            if f"{name} on {task}" not in measured:
+            if not runs[task]:
                 what = f"drafter {name} has no evaluation on task {task}"
                 raise UserError(f"{what}; run the evaluate stage for it and pass its file")
         if name not in configs:
             raise UserError(f"drafter {name} has no export; run the export stage for it")
         weights = folders[name] / "model.safetensors"
         size = weights.stat().st_size if weights.exists() else None
-        found = {task: measured[f"{name} on {task}"] for task in tasks}
-        drafters.append(Drafter(name, look, training, configs[name], folders[name], size, found))
+        told = {t: [s for s in asked if (s.drafter, s.task) == (name, t)] for t in tasks}
+        drafters.append(
+            Drafter(name, look, training, configs[name], folders[name], size, runs, told)
+        )
     return drafters
 
 
@@ -279,6 +332,13 @@ def break_even(e: Evaluation) -> tuple[float, float] | None:
     return tau / e.overall.speed_up, tau
 
 
+def same_answers(e: Evaluation, served: Served) -> tuple[int, int]:
+    """Answers that a server gave token by token as offline decoding did, and all that both gave."""
+    ours = {(r.sample_id, r.turn): r.tokens_sha256 for r in e.responses}
+    both = [r for r in served.responses if (r.sample_id, r.turn) in ours]
+    return sum(ours[r.sample_id, r.turn] == r.tokens_sha256 for r in both), len(both)
+
+
 def summarise(inputs: Inputs, report: str) -> dict[str, Any]:
     """What `summary.json` holds; `report` is the page's path as seen from there."""
     return {
@@ -302,6 +362,17 @@ def summarise(inputs: Inputs, report: str) -> dict[str, Any]:
 
 def _drafter_summary(d: Drafter) -> dict[str, Any]:
     point, last = break_even(d.task), d.training.last
+    every = [e for runs in d.runs.values() for e in runs]
+    keys = {"task", "temperature", "block_size"}
+    runs = [
+        e.model_dump(mode="json", include=keys) | e.overall.model_dump(mode="json") for e in every
+    ]
+    keys = {"task", "temperature", "engine"}
+    served = [
+        s.model_dump(mode="json", include=keys) | s.overall.model_dump(mode="json")
+        for told in d.served.values()
+        for s in told
+    ]
     tasks = {t: e.overall.model_dump(mode="json") for t, e in d.tasks.items()}
     return {
         **tasks[d.task.task],
@@ -311,6 +382,8 @@ def _drafter_summary(d: Drafter) -> dict[str, Any]:
         "final_loss": last.loss if last else None,
         "export": str(d.export),
         **({"tasks": tasks} if len(tasks) > 1 else {}),
+        **({"runs": runs} if len(runs) > len(tasks) else {}),
+        **({"served": served} if served else {}),
     }
 
 

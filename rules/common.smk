@@ -13,15 +13,20 @@ try:
 except UserError as e:
     raise WorkflowError(f"settings refused: {e}") from None
 
-RESULTS = WORKFLOW.results
+RESULTS, TASKS = WORKFLOW.results, WORKFLOW.evaluate.tasks
 
 # Asked here, since Snakemake is content with old results whose inputs have gone.
 for name, path in [
     *((f"corpus.sources: {s.name}", s.path) for s in WORKFLOW.corpus.sources),
-    *((f"evaluate.tasks: {n}", t.path) for n, t in WORKFLOW.evaluate.tasks.items() if t.path),
+    *((f"evaluate.tasks: {n}", t.path) for n, t in TASKS.items() if t.path and not t.dataset),
 ]:
     if not Path(path).is_file():
         raise WorkflowError(f"{name}: there is no file {path}; correct its `path`")
+for name, task in TASKS.items():
+    if task.dataset and task.path and not Path(task.path).is_dir():
+        raise WorkflowError(
+            f"evaluate.tasks: {name}: there is no folder {task.path}; correct its `path`"
+        )
 
 # Asked here, since the drafter that another starts from is needed only hours later.
 for name, drafter in WORKFLOW.drafters.items():
@@ -43,18 +48,28 @@ if not above.is_dir() or not os.access(above, os.W_OK):
     )
 
 SOURCES = {source.name: source for source in WORKFLOW.corpus.sources}
+RUNS = {drafter: settings.runs(WORKFLOW, drafter) for drafter in WORKFLOW.drafters}
+# A server has the block size that it was started with.
+SERVED = [settings.Run(t) for t in WORKFLOW.evaluate.temperatures if WORKFLOW.evaluate.server]
+EVERY_RUN = {run.name: run for run in [*sum(RUNS.values(), []), *SERVED]}
 
 
 wildcard_constraints:
     source="|".join(map(re.escape, SOURCES)),
     drafter="|".join(map(re.escape, WORKFLOW.drafters)),
-    task="|".join(map(re.escape, WORKFLOW.evaluate.tasks)),
+    task="|".join(map(re.escape, TASKS)),
+    run=f"(?:{'|'.join(map(re.escape, EVERY_RUN))})",  # empty is a name, of the default run
     shard=r"\d{5}-of-\d{5}",
 
 
 def stage(name, of=None):
     """Params function: canonical JSON of what decides a job's result. Snakemake tracks it."""
-    return lambda wildcards: settings.stage_settings(WORKFLOW, name, wildcards[of] if of else "")
+    return lambda wildcards: settings.stage_settings(
+        WORKFLOW,
+        name,
+        wildcards[of] if of else "",
+        EVERY_RUN[wildcards.run] if "run" in wildcards.keys() else None,
+    )
 
 
 def machine(name):
@@ -80,6 +95,35 @@ def all_shards(pattern):
         for name, source in SOURCES.items()
         for shard in settings.shard_names(source.shards)
     ]
+
+
+def all_runs(pattern):
+    """The files of all drafters on all tasks, at every temperature and block size."""
+    return [
+        f"{RESULTS}/{pattern}".format(drafter=drafter, task=task, run=run.name)
+        for drafter in WORKFLOW.drafters
+        for task in TASKS
+        for run in RUNS[drafter]
+    ]
+
+
+def all_served(pattern):
+    """The files of the served drafter on all tasks, at every temperature; none without a server."""
+    server = WORKFLOW.evaluate.server
+    drafter = (server and server.drafter) or next(iter(WORKFLOW.drafters))
+    return [
+        f"{RESULTS}/{pattern}".format(drafter=drafter, task=task, run=run.name)
+        for task in TASKS
+        for run in SERVED
+    ]
+
+
+def task_prompts(wildcards):
+    """The file or files that hold a task's prompts."""
+    task = TASKS[wildcards.task]
+    if task.dataset:
+        return f"{RESULTS}/tasks/{wildcards.task}.parquet"
+    return task.path or expand(f"{RESULTS}/corpus/{{source}}.parquet", source=SOURCES)
 
 
 def target_files(wildcards):
@@ -109,10 +153,11 @@ def current_benchmarks():
         *all_shards("benchmarks/extract/{source}.{shard}.tsv"),
         *expand(f"{RESULTS}/benchmarks/train/{{drafter}}.tsv", drafter=WORKFLOW.drafters),
         *expand(
-            f"{RESULTS}/benchmarks/evaluate/{{drafter}}.{{task}}.tsv",
-            drafter=WORKFLOW.drafters,
-            task=WORKFLOW.evaluate.tasks,
+            f"{RESULTS}/benchmarks/task/{{task}}.tsv",
+            task=[name for name, task in TASKS.items() if task.dataset],
         ),
+        *all_runs("benchmarks/evaluate/{drafter}.{task}{run}.tsv"),
+        *all_served("benchmarks/served/{drafter}.{task}{run}.tsv"),
         *expand(f"{RESULTS}/benchmarks/export/{{drafter}}.tsv", drafter=WORKFLOW.drafters),
     ]
 

@@ -7,21 +7,44 @@ EXPORTED_MORE = (
 )
 
 
+rule task:
+    """Fetch the prompts of a published task."""
+    input:
+        identity=f"{RESULTS}/target/identity.json",
+    output:
+        f"{RESULTS}/tasks/{{task}}.parquet",
+    log:
+        f"{RESULTS}/logs/task/{{task}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/task/{{task}}.tsv"
+    conda:
+        "../envs/dflash.yaml"
+    threads: WORKFLOW.machine.corpus.threads
+    resources:
+        gpu=0,
+        mem_mb=WORKFLOW.machine.corpus.mem_mb,
+        runtime=minutes("corpus"),
+    params:
+        settings=stage("task", of="task"),
+    message:
+        "task: prompts of {wildcards.task}"
+    shell:
+        "python -m dflash.tasks --settings {params.settings:q} --identity {input.identity:q}"
+        " --out {output:q} 2>&1 | tee {log:q}"
+
+
 rule evaluate:
-    """Decode a task's prompts with one drafter; acceptance, speed-up, identity of the outputs."""
+    """Decode a task's prompts with one drafter, at one temperature and block size."""
     input:
         identity=f"{RESULTS}/target/identity.json",
         drafter=f"{RESULTS}/drafters/{{drafter}}/model.safetensors",
-        prompts=lambda wildcards: (
-            WORKFLOW.evaluate.tasks[wildcards.task].path
-            or expand(f"{RESULTS}/corpus/{{source}}.parquet", source=SOURCES)
-        ),
+        prompts=task_prompts,
     output:
-        f"{RESULTS}/evaluate/{{drafter}}/{{task}}.json",
+        f"{RESULTS}/evaluate/{{drafter}}/{{task}}{{run}}.json",
     log:
-        f"{RESULTS}/logs/evaluate/{{drafter}}.{{task}}.log",
+        f"{RESULTS}/logs/evaluate/{{drafter}}.{{task}}{{run}}.log",
     benchmark:
-        f"{RESULTS}/benchmarks/evaluate/{{drafter}}.{{task}}.tsv"
+        f"{RESULTS}/benchmarks/evaluate/{{drafter}}.{{task}}{{run}}.tsv"
     conda:
         "../envs/dflash.yaml"
     threads: WORKFLOW.machine.evaluate.threads
@@ -35,12 +58,41 @@ rule evaluate:
         needs=needs("evaluate"),
         drafter=lambda wildcards, resources: f"{RESULTS}/drafters/{wildcards.drafter}",
     message:
-        "evaluate: {wildcards.drafter} on {wildcards.task}"
+        "evaluate: {wildcards.drafter} on {wildcards.task}{wildcards.run}"
     shell:
         "python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
         " python -m dflash.evaluate --settings {params.settings:q} --machine {params.machine:q}"
         " --identity {input.identity:q} --drafter {params.drafter:q} --task {wildcards.task:q}"
         " --prompts {input.prompts:q} --threads {threads} --out {output:q} 2>&1 | tee {log:q}"
+
+
+rule served:
+    """Ask a running server the prompts of a task; its acceptance and speed."""
+    input:
+        identity=f"{RESULTS}/target/identity.json",
+        export=f"{RESULTS}/export/{{drafter}}/model.safetensors",  # what it was started with
+        prompts=task_prompts,
+    output:
+        f"{RESULTS}/served/{{drafter}}/{{task}}{{run}}.json",
+    log:
+        f"{RESULTS}/logs/served/{{drafter}}.{{task}}{{run}}.log",
+    benchmark:
+        f"{RESULTS}/benchmarks/served/{{drafter}}.{{task}}{{run}}.tsv"
+    conda:
+        "../envs/dflash.yaml"
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=WORKFLOW.machine.corpus.mem_mb,
+        runtime=minutes("evaluate"),
+    params:
+        settings=stage("served", of="task"),
+    message:
+        "served: {wildcards.drafter} on {wildcards.task}{wildcards.run}"
+    shell:
+        "python -m dflash.served --settings {params.settings:q} --identity {input.identity:q}"
+        " --drafter {wildcards.drafter:q} --task {wildcards.task:q} --prompts {input.prompts:q}"
+        " --out {output:q} 2>&1 | tee {log:q}"
 
 
 rule export:
@@ -53,9 +105,11 @@ rule export:
             "config.json",
             "training.json",
         ),
-        evaluations=expand(
-            f"{RESULTS}/evaluate/{{{{drafter}}}}/{{task}}.json", task=WORKFLOW.evaluate.tasks
-        ),
+        evaluations=lambda wildcards: [
+            f"{RESULTS}/evaluate/{wildcards.drafter}/{task}{run.name}.json"
+            for task in TASKS
+            for run in RUNS[wildcards.drafter]
+        ],
         corpus=expand(f"{RESULTS}/corpus/{{source}}.json", source=SOURCES),
         tokens=all_shards("tokens/{source}/{shard}.json"),
     output:
@@ -98,11 +152,8 @@ rule report:
         tokens=all_shards("tokens/{source}/{shard}.json"),
         features=all_shards("features/{source}/{shard}.json"),
         training=expand(f"{RESULTS}/drafters/{{drafter}}/training.json", drafter=WORKFLOW.drafters),
-        evaluations=expand(
-            f"{RESULTS}/evaluate/{{drafter}}/{{task}}.json",
-            drafter=WORKFLOW.drafters,
-            task=WORKFLOW.evaluate.tasks,
-        ),
+        evaluations=all_runs("evaluate/{drafter}/{task}{run}.json"),
+        served=all_served("served/{drafter}/{task}{run}.json"),
         exports=expand(f"{RESULTS}/export/{{drafter}}/config.json", drafter=WORKFLOW.drafters),
     output:
         html=f"{RESULTS}/report.html",
@@ -127,5 +178,5 @@ rule report:
         "python -m dflash.report --settings {params.settings:q} --identity {input.identity:q}"
         " --corpus {input.corpus:q} --tokens {input.tokens:q} --features {input.features:q}"
         " --training {input.training:q} --evaluations {input.evaluations:q}"
-        " --exports {input.exports:q} --benchmarks {params.benchmarks:q}"
+        " --served {input.served:q} --exports {input.exports:q} --benchmarks {params.benchmarks:q}"
         " --html {output.html:q} --summary {output.summary:q} 2>&1 | tee {log:q}"

@@ -171,7 +171,7 @@ def test_stage_settings_hold_exactly_what_decides():
         out = []
         for stage in config.STAGE_VERSION:
             name = {"corpus": "quickstart", "regenerate": "quickstart", "train": "d"}.get(stage, "")
-            name = "heldout" if stage == "evaluate" else name
+            name = "heldout" if stage in ("task", "evaluate", "served") else name
             if config.stage_settings(base, stage, name) != config.stage_settings(
                 other, stage, name
             ):
@@ -180,7 +180,13 @@ def test_stage_settings_hold_exactly_what_decides():
 
     lr = {"mask_token_id": 5, "training": {"lr": 1e-3}}
     assert differing({"drafters": {"d": lr}}) == ["train"]
-    assert differing({"evaluate": {"max_new_tokens": 10}}) == ["evaluate"]
+    assert differing({"evaluate": {"max_new_tokens": 10}}) == ["task", "evaluate", "served"]
+    assert differing({"evaluate": {"dtype": "bfloat16"}}) == ["evaluate"]
+    # decides which runs there are, or what none of these does
+    assert differing({"evaluate": {"temperatures": [0.0, 1.0], "block_sizes": [16, 8]}}) == []
+    assert differing({"evaluate": {"top_k": 5, "rule": "sample_match", "seed": 3}}) == []
+    server = {"backend": "openai", "server": {"url": "http://localhost:1"}}
+    assert differing({"evaluate": server}) == ["served"]
     assert differing({"machine": {"train": {"micro_batch": 1}, "extract": {"gpu": 0}}}) == []
     assert differing({"results": "elsewhere"}) == []
     assert differing({"target": {"dtype": "float32"}}) == ["regenerate", "extract"]
@@ -196,8 +202,73 @@ def test_stage_settings_hold_exactly_what_decides():
     assert loss(dpace_alpha=0.4) == loss(labels="data", weights="decay") == []
 
 
+def test_runs_have_names_and_settings_of_their_own():
+    drafters = {"d": {"mask_token_id": 5}, "e": {"mask_token_id": 5, "block_size": 8}}
+    evaluate = {"temperatures": [0.0, 0.5], "block_sizes": [8, 4], "top_p": 0.9, "seed": 4}
+    workflow = load({"drafters": drafters, "evaluate": evaluate})
+    names = [[run.name for run in config.runs(workflow, d)] for d in drafters]
+    assert names == [
+        ["@t0-b8", "@t0-b4", "@t0.5-b8", "@t0.5-b4"],
+        ["", "@t0-b4", "@t0.5", "@t0.5-b4"],
+    ]
+    assert [run.name for run in config.runs(load({}), "d")] == [""]
+
+    def added(run):
+        first = json.loads(config.stage_settings(load({}), "evaluate", "heldout"))
+        own = json.loads(config.stage_settings(workflow, "evaluate", "heldout", run))
+        return {key: value for key, value in own.items() if key not in first}
+
+    assert added(config.Run()) == {}
+    assert added(config.Run(0.0, 4)) == {"block_size": 4}
+    assert added(config.Run(0.5)) == {"temperature": 0.5, "top_p": 0.9, "seed": 4}
+
+
+def test_published_tasks_have_limits_of_their_own():
+    tasks = {"a": {"dataset": "gsm8k"}, "b": {"dataset": "aime25", "max_new_tokens": 9}, "c": {}}
+    workflow = load({"evaluate": {"tasks": tasks, "max_new_tokens": 7}})
+    assert [config.response_limit(workflow, t) for t in tasks] == [2048, 9, 7]
+    found = json.loads(config.stage_settings(workflow, "evaluate", "a"))
+    assert found["task"] == {"dataset": "gsm8k"} and found["max_new_tokens"] == 2048
+    assert config.check(config.Task, found["task"], "task").dataset == "gsm8k"  # reads it back
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [
+        ({"block_sizes": [16, 20]}, r"evaluate.block_sizes`: found \[20\], and drafter d .* of 16"),
+        ({"temperatures": [1.0, 1.0]}, "expected each value once"),
+        ({"temperatures": []}, "at least 1 item"),
+        ({"backend": "openai"}, "`openai` and `server` go together"),
+        ({"server": {"url": "http://h:1"}}, "`openai` and `server` go together"),
+        ({"backend": "openai", "server": {"url": "h:1"}}, "server.url"),
+        (
+            {"backend": "openai", "server": {"url": "http://h:1", "drafter": "x"}},
+            "server.drafter`: found x; allowed: the drafter that the server drafts with, one of d",
+        ),
+        ({"tasks": {"t": {"dataset": "gsm9k"}}}, "tasks.t.dataset"),
+        ({"tasks": {"t": {"rows": 3}}}, "revision and rows go with `dataset` only"),
+        (
+            {"tasks": {"t": {"dataset": "gsm8k", "prompts_per_kind": 3}}},
+            "prompts_per_kind does not go with `dataset`",
+        ),
+        (
+            {"tasks": {"t": {"dataset": "gsm8k", "path": "x", "revision": "y"}}},
+            "revision belongs to the hub",
+        ),
+    ],
+)
+def test_evaluations_that_cannot_be_are_refused(evaluate, words):
+    with pytest.raises(UserError, match=words):
+        load({"evaluate": evaluate})
+
+
 def test_what_came_later_leaves_older_results_alone():
     """Settings that ask for nothing new give the very JSON they gave before (dflash 0.1)."""
+    assert config.stage_settings(load({}), "evaluate", "heldout") == (
+        '{"corpus":{"enable_thinking":false,"max_prompt_tokens":512},"dtype":"float32",'
+        '"max_new_tokens":64,"stage":"evaluate","task":{"path":null,"prompts_per_kind":20},'
+        '"timed_prompts_per_kind":2,"trust_remote_code":false,"version":1}'
+    )
     train = json.loads(config.stage_settings(load({}), "train", "d"))
     assert train["training"]["loss"] == {"gamma": None, "head_tokens": None}
     extract = json.loads(config.stage_settings(load({}), "extract"))

@@ -185,7 +185,7 @@ def test_targets_with_sliding_windows(family):
     assert [r.tokens for r in wide] != [r.tokens for r in responses]
 
 
-def test_a_target_with_linear_attention_is_refused(model):
-    model.config.layer_types = ["linear_attention", "full_attention"] * 2
-    with pytest.raises(UserError, match="linear_attention"):
+def test_a_target_with_unknown_layers_is_refused(model):
+    model.config.layer_types = ["chunked_attention", "full_attention"] * 2
+    with pytest.raises(UserError, match="layers of kind chunked_attention, whose cache"):
         generate(model, PROMPTS, 5, [END], make_drafter())

@@ -24,11 +24,19 @@ from dflash.results import ExportConfig, Target
 from dflash.target import Identity
 
 KINDS = ("code", "stories and dialogue", "<b>&")
+LANGUAGES = ("Latin script", "Cjk script")
 VOID = {"meta"}
 
 
-def lossless(checked: int, identical: int) -> dict[str, int]:
-    return {"checked": checked, "identical": identical}
+def lossless(checked: int, identical: int, margins: tuple[float, ...] = ()) -> dict[str, Any]:
+    return {
+        "checked": checked,
+        "identical": identical,
+        "divergences": len(margins),
+        "near_ties": sum(margin <= 0.25 for margin in margins),
+        "near_tie_margin": 0.25,
+        "largest_margin": max(margins, default=None),
+    }
 
 
 def figures(rows: list[dict[str, Any]], block: int, speed_up: float | None) -> dict[str, Any]:
@@ -43,10 +51,15 @@ def figures(rows: list[dict[str, Any]], block: int, speed_up: float | None) -> d
         "tau_pooled": sum(cycles) / len(cycles),
         "per_slot": [sum(c > k for c in cycles) / len(cycles) for k in range(1, block)],
         "tau_mean_interval": [tau - 0.1, tau + 0.1],
+        "tau_pooled_interval": [tau - 0.2, tau + 0.2],
         "prompts": 2,
         "seconds_per_token_plain": 0.03,
         "seconds_per_token_drafted": 0.03 / speed_up if speed_up else None,
+        "seconds_per_token_lookup": 0.02 if speed_up else None,
         "speed_up": speed_up,
+        "speed_up_lookup": 1.5 if speed_up else None,
+        "tau_timed": 2.0 if speed_up else None,
+        "tau_lookup": 1.7 if speed_up else None,
         "draft_share": 0.25 if speed_up else None,
         "lossless": lossless(len(rows), sum(r["identical"] for r in rows)),
     }
@@ -58,16 +71,19 @@ def evaluation(
     block: int = 8,
     seed: int = 0,
     speed_up: float | None = 1.25,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
     rng = random.Random(seed)
     rows = [
         {
             "sample_id": f"{seed:02d}{i:014x}",
+            "turn": 1,
             "id": str(i),
             "kind": KINDS[i % len(KINDS)],
+            "language": LANGUAGES[i % len(LANGUAGES)],
             "prompt_tokens": 20,
             "tokens": 64,
-            "tokens_sha256": "0" * 64,
+            "tokens_sha256": f"{i:064x}",
             "cycles": [
                 min(block, 1 + int(rng.expovariate(1.1 - 0.1 * (i % 3)))) for _ in range(12 + 2 * i)
             ],
@@ -89,16 +105,44 @@ def evaluation(
         }
         for r in rows[:6]
     ]
-    per_kind = {k: figures([r for r in rows if r["kind"] == k], block, speed_up) for k in KINDS}
+
+    def by(field: str, values: tuple[str, ...]) -> dict[str, Any]:
+        return {v: figures([r for r in rows if r[field] == v], block, speed_up) for v in values}
+
     return {
         "drafter": drafter,
         "task": task,
         "block_size": block,
+        "temperature": temperature,
+        "rule": "sample_match" if temperature else None,
         "dtype": "float32",
         "max_new_tokens": 64,
         "overall": figures(rows, block, speed_up),
-        "per_kind": per_kind,
+        "per_kind": by("kind", KINDS),
+        "per_language": by("language", LANGUAGES),
         "timed": timed,
+        "responses": rows,
+    }
+
+
+def served(drafter: str, found: dict[str, Any], per_slot: list[float]) -> dict[str, Any]:
+    """What `served` writes: all answers but the first as offline decoding gave them."""
+    told = ("responses", "cycles", "tau_mean", "tau_mean_interval", "tau_pooled_interval")
+    keys = ("sample_id", "turn", "tokens_sha256")
+    rows = [{key: r[key] for key in keys} for r in found["responses"]]
+    rows[0]["tokens_sha256"] = "f" * 64
+    return {
+        "drafter": drafter,
+        "task": found["task"],
+        "engine": "vLLM",
+        "model": "target",
+        "temperature": found["temperature"],
+        "overall": {
+            **{key: found["overall"][key] for key in told},
+            "tau_pooled": 1.23,
+            "per_slot": per_slot,
+            "tokens_per_second": 45.67,
+        },
         "responses": rows,
     }
 
@@ -209,6 +253,7 @@ class Results:
     def __init__(self, folder: Path):
         self.folder = folder
         self.evaluations: list[str] = []
+        self.served: list[str] = []
         self.trainings: list[str] = []
         self.exports: list[str] = []
         self.write("target/identity.json", IDENTITY)
@@ -244,8 +289,8 @@ class Results:
         self.evaluate(found)
         return found
 
-    def evaluate(self, found: dict[str, Any]) -> None:
-        name = f"evaluate/{found['drafter']}/{found['task']}.json"
+    def evaluate(self, found: dict[str, Any], run: str = "") -> None:
+        name = f"evaluate/{found['drafter']}/{found['task']}{run}.json"
         path = self.write(name, found)
         if path not in self.evaluations:
             self.evaluations.append(path)
@@ -262,6 +307,7 @@ class Results:
             *("--features", *every("features/*/*.json")),
             *("--training", *self.trainings),
             *("--evaluations", *self.evaluations),
+            *("--served", *self.served),
             *("--exports", *self.exports),
             *("--benchmarks", *every("benchmarks/*/*.tsv")),
             *("--html", str(self.folder / "report.html")),
@@ -444,7 +490,7 @@ def test_several_tasks(results: Results):
 def test_what_was_not_measured_is_a_dash(results: Results):
     found = results.add("demo", speed_up=None)
     found["timed"] = []
-    found["overall"]["lossless"] = lossless(0, 0)
+    found["overall"]["lossless"] = {"checked": 0, "identical": 0}
     found["overall"]["tau_mean_interval"] = None
     results.evaluate(found)
     page, summary = results.report()
@@ -453,6 +499,90 @@ def test_what_was_not_measured_is_a_dash(results: Results):
     text = check_page(page)
     assert "The speed was not measured." in text and "needs float32" in text
     assert "Nothing to draw: not measured." in text
+
+
+def test_runs_stand_beside_each_other_and_the_rival(results: Results):
+    found = results.add("demo")
+    results.evaluate(evaluation("demo", block=4, seed=5, speed_up=0.75), "@t0-b4")
+    results.evaluate(evaluation("demo", seed=6, temperature=0.7), "@t0.7")
+    page, summary = results.report()
+    text = check_page(page)
+    assert "Prompt lookup, which needs no drafter, reaches τ = 1.70" in text
+    assert "the drafter reaches 2.00, and decodes 1.50 times as fast as plain" in text
+    table = text.split("beside prompt lookup on the timed prompts")[1]
+    assert "demogreedy8" in table and "greedy4" in table and "0.75×1.701.50×0" in table
+    assert "sampled at temperature 0.7 (sample-match)8" in table
+    demo = summary["drafters"]["demo"]
+    assert demo["tau_mean"] == found["overall"]["tau_mean"]  # the first run leads
+    assert [(r["temperature"], r["block_size"]) for r in demo["runs"]] == [(0, 8), (0, 4), (0.7, 8)]
+    assert "tasks" not in demo
+
+
+def test_languages_are_shown_where_there_are_several(results: Results):
+    found = results.add("demo")
+    text = check_page(results.report()[0])
+    tau = f"{found['per_language']['Cjk script']['tau_mean']:.2f}"
+    assert f"Cjk script6{tau}" in text.split("by language of prompt")[1]
+    found["per_language"] = {"Latin script": found["overall"]}
+    results.evaluate(found)
+    assert "by language of prompt" not in check_page(results.report()[0])
+
+
+def test_divergences_are_explained(results: Results):
+    found = results.add("demo")
+    found["dtype"] = "bfloat16"
+    found["overall"]["lossless"] = lossless(0, 0, (0.0, 0.125, 0.25, 1.5))
+    results.evaluate(found)
+    text = check_page(results.report()[0])
+    assert "In bfloat16, 4 tokens of 12 responses are not the target's choice" in text
+    assert "75 % of them are near-ties" in text and "at most 0.25 apart" in text
+    assert "the widest margin is 1.50." in text and "4 (3 near-ties)" in text
+    assert "Warning" not in text
+    found["overall"]["lossless"] = lossless(0, 0)
+    results.evaluate(found)
+    assert "Every token is the target's own choice, in bfloat16." in check_page(results.report()[0])
+
+
+def test_samples_are_not_compared(results: Results):
+    found = results.add("demo", temperature=1.0)
+    found["overall"]["lossless"] = lossless(0, 0)
+    results.evaluate(found)
+    text = check_page(results.report()[0])
+    assert "Outputs were sampled, so none can be compared" in text
+    assert "sampled at temperature 1 (sample-match), in float32" in text
+
+
+def test_served_stands_beside_offline(results: Results):
+    found = results.add("demo")
+    results.served.append(
+        results.write("served/demo/heldout.json", served("demo", found, [0.5, 0.25]))
+    )
+    page, summary = results.report()
+    text = check_page(page).split("Served beside offline")[1]
+    assert "demooffline, greedy, float3212" in text and "vLLM12" in text
+    # two slots told, 45.7 tokens/s, all answers the same but the first
+    assert "50 %25 %––45.711 of 12" in text and "41.7" in text
+    (told,) = summary["drafters"]["demo"]["served"]
+    assert told["engine"] == "vLLM" and told["tau_pooled"] == 1.23
+
+
+def test_evaluations_of_before_are_read(results: Results):
+    """Files of the first version: no temperature, rival, languages or pooled interval."""
+    found = results.add("demo")
+    for key in ("temperature", "rule", "per_language"):
+        del found[key]
+    for f in (found["overall"], *found["per_kind"].values()):
+        for key in [k for k in f if "lookup" in k or k in ("tau_timed", "tau_pooled_interval")]:
+            del f[key]
+        f["lossless"] = {"checked": f["lossless"]["checked"], "identical": f["responses"]}
+    for r in found["responses"]:
+        del r["turn"], r["language"]
+    results.evaluate(found)
+    text = check_page(results.report()[0])
+    assert (
+        "All 12 outputs checked are identical" in text
+        and "rompt lookup" not in text.split("How to read the figures")[0]
+    )
 
 
 def test_responses_without_a_cycle(results: Results):
@@ -566,7 +696,10 @@ Break = Callable[[Results], Any]
             r"drafter demo has no evaluation on task math",
         ),
         (lambda r: r.exports.clear() or r.exports.append(r.trainings[0]), r"block_size: field req"),
-        (lambda r: r.evaluations.append(r.evaluations[0]), r"demo on heldout was given twice"),
+        (
+            lambda r: r.evaluations.append(r.evaluations[0]),
+            r"demo on heldout with blocks of 8 at temperature 0 was given twice",
+        ),
     ],
 )
 def test_bad_input_ends_in_one_sentence(results: Results, spoil: Break, words: str):

@@ -86,7 +86,7 @@ def test_submissions(finished):
     ]
     assert after == [
         (
-            "rule_evaluate_wildcards_small_heldout",
+            "rule_evaluate_wildcards_small_heldout_",  # the default run has no name
             "-A mylab -p gpu -t 45 --mem 3000 --nodes=1 --requeue --cpus-per-task=2 --gpus=1",
         ),
         ("rule_export_wildcards_small", CPU),

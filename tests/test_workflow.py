@@ -57,6 +57,14 @@ def test_second_run_has_nothing_to_do(finished):
     [
         ("drafters.small.training.lr", 1e-3, ["evaluate", "export", "report", "train"]),
         ("evaluate.max_new_tokens", 20, ["evaluate", "export", "report"]),
+        (
+            "evaluate.temperatures",
+            [0.0, 1.0],
+            ["evaluate", "export", "report"],
+        ),  # the new one alone
+        ("evaluate.block_sizes", [4, 3, 2], ["evaluate", "evaluate", "export", "report"]),
+        ("evaluate.top_k", 3, []),
+        ("evaluate.tasks.math", {"dataset": "math500"}, ["evaluate", "export", "report", "task"]),
         ("export.licence", "mit", ["export", "report"]),
         ("machine.train.micro_batch", 2, []),
         ("machine.extract.gpu", 0, []),
@@ -146,6 +154,16 @@ def test_a_missing_prompts_file_is_refused_though_results_exist(finished):
     done = snakemake(folder, task)
     said = done.stdout + done.stderr
     assert "evaluate.tasks: own: there is no file gone.jsonl" in said
+    task = changed(config, "evaluate.tasks", {"own": {"dataset": "gsm8k", "path": "gone"}})
+    done = snakemake(folder, task)
+    assert "evaluate.tasks: own: there is no folder gone" in done.stdout + done.stderr
+
+
+def test_a_running_server_adds_its_own_jobs(finished):
+    folder, config, _ = finished
+    asked = changed(config, "evaluate.backend", "openai")
+    asked = changed(asked, "evaluate.server", {"url": "http://127.0.0.1:1"})
+    assert planned(folder, asked) == ["report", "served"]
 
 
 def stage_process(name: str, folder: Path) -> int | None:
