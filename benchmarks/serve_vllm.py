@@ -4,9 +4,10 @@
                                     [--prompts 120] [--no-demo] [--quick] [--json]
 
 vLLM (the CPU build, in an environment of its own: docs/export.md) decodes greedily with and without
-the drafter, each in a fresh process; ours decodes the same prompts. In float32 tokens and counters
-must be equal; in bfloat16 near-ties differ, so its slots must lie within the 95 % interval of ours
-(responses drawn with replacement). Exit status 1 if they do not. Cases: the demo's export in
+the drafter, each in a fresh process; ours decodes the same prompts. In float32 tokens must be equal,
+and every counter within 1 % of the cycles (docs/export.md says why not equal); in bfloat16 near-ties
+differ, so its slots must lie within the 95 % interval of ours (responses drawn with replacement).
+Exit status 1 if they do not. Cases: the demo's export in
 both precisions, and tiny random targets with tied and own heads, block 8 and 16, sliding layers.
 """
 
@@ -32,6 +33,7 @@ from dflash.drafter import DTYPES, load_drafter
 from dflash.target import read_identity
 
 ROOT = Path(__file__).parent.parent
+TOLERANCE = 0.01  # of the cycles
 
 
 def vllm(args, pair: Pair, stops: list[int], dtype: str, block: int | None) -> dict:
@@ -104,7 +106,9 @@ def compare(args, pair: Pair, stops: list[int], dtype: str) -> bool:
     same = sum(a == b for a, b in zip(with_drafter["tokens"], without["tokens"], strict=True))
     like_ours = sum(a == b for a, b in zip(with_drafter["tokens"], tokens, strict=True))
     if dtype == "float32":
-        agree = with_drafter["accepted"] == counts and with_drafter["drafts"] == drafts
+        both = [(with_drafter["drafts"], drafts)]
+        both += zip(with_drafter["accepted"], counts, strict=True)
+        agree = all(abs(a - b) <= TOLERANCE * drafts for a, b in both)
         agree = agree and same == like_ours == len(tokens)
     else:
         bounds = interval(accepted, block)
