@@ -102,7 +102,7 @@ def measured(e: Evaluation) -> str:
             _tau(f.tau_mean, f.tau_mean_interval),
             _tau(f.tau_pooled, f.tau_pooled_interval),
             f"{f.speed_up:.2f}" if f.speed_up else "",
-            _lossless(f.lossless),
+            _lossless(f.lossless, e.dtype),
         ]
 
     head = ["prompts", "responses", "τ mean (95 %)", "τ pooled (95 %)", "speed-up", "identical"]
@@ -128,8 +128,8 @@ HOW_TO_READ = (
 )
 
 
-def _lossless(found: Lossless) -> str:
-    if found.divergences is not None:
+def _lossless(found: Lossless, dtype: str) -> str:
+    if dtype != "float32" and found.divergences is not None:
         return f"{found.divergences} tokens differ, {found.near_ties} of them near-ties"
     return f"{found.identical} of {found.checked}" if found.checked else ""
 

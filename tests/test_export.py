@@ -65,6 +65,25 @@ def test_the_workflows_card_states_what_was_measured(finished):
     assert read_identity(folder / "target/identity.json").weights_sha256 in text
 
 
+def test_each_precision_says_what_it_can(tiny_qwen3, identity_of):
+    figures = {
+        "responses": 3, "cycles": 9, "tau_mean": 1.5, "tau_mean_interval": [1.25, 1.75],
+        "tau_pooled": 1.4, "tau_pooled_interval": [1.3, 1.5], "per_slot": [0.4], "speed_up": None,
+        "lossless": {"checked": 3, "identical": 2, "divergences": 1, "near_ties": 1},
+    }  # fmt: skip
+    task = {"drafter": "d", "task": "t", "block_size": 2, "max_new_tokens": 8, "timed": [],
+            "responses": [], "overall": figures, "per_kind": {}}  # fmt: skip
+    for more, words in (
+        ({"dtype": "float32"}, "greedy, blocks of 2, float32, at most 8 new tokens."),
+        ({"dtype": "bfloat16", "temperature": 1.0}, "sampled at temperature 1, blocks of 2, bfl"),
+    ):
+        e = results.Evaluation.model_validate(task | more)
+        text = card.model_card(facts(make_drafter(), identity_of(tiny_qwen3), evaluations=[e]))
+        last = "2 of 3" if e.dtype == "float32" else "1 tokens differ, 1 of them near-ties"
+        row = f"| all | 3 | 1.50 (1.25 to 1.75) | 1.40 (1.30 to 1.50) |  | {last} |"
+        assert row in text and words in text
+
+
 def test_front_matter_is_what_the_hub_reads(tiny_qwen3, identity_of):
     from huggingface_hub import ModelCard
 
