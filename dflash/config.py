@@ -43,12 +43,13 @@ STAGE_VERSION = {
     "train": 1,
     "task": 1,
     "evaluate": 1,
-    "export": 1,
+    "export": 2,
     "served": 1,
     "report": 1,
 }
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # names become file names and wildcards
+HUB_ID = r"[\w.-]+/[\w.-]+@[\w./-]+"  # with the revision pinned
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=NAME)]
 T = TypeVar("T", bound=BaseModel)
@@ -126,7 +127,7 @@ class Target(Settings):
         if v.startswith("embedded:"):
             if v not in EMBEDDED:
                 raise ValueError(f"unknown embedded target; allowed: {', '.join(EMBEDDED)}")
-        elif not is_folder(v) and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", v):
+        elif not is_folder(v) and not re.fullmatch(HUB_ID, v):
             raise ValueError(
                 "expected `embedded:NAME`, a folder (starting with /, ./, ../ or ~), or "
                 "`organisation/name@revision` with a pinned revision"
@@ -322,10 +323,11 @@ class Drafter(Settings):
         description="If set, every layer sees only this many positions back (own position counted), "
         "causal inside the block, as the serving engines count it.",
     )
-    start: Literal["target", "random"] = Field(
+    start: UserPath = Field(
         "target",
-        description="Initial weights: copied from the target where widths agree (final norm, layers, "
-        "last tap passed through), or random.",
+        description="Initial weights: `target` (copied from it where widths agree: final norm, layers, "
+        "last tap passed through), `random`, or a DFlash drafter to train further, as a folder or "
+        "`organisation/name@revision`; then shape defaults come from that drafter.",
     )
     training: Training = Field(Training(), description="The optimisation.")
 
@@ -337,6 +339,16 @@ class Drafter(Settings):
                 raise ValueError("expected at least 1 tap")
         elif not v or sorted(set(v)) != v or v[0] < 0:
             raise ValueError("expected ascending layer ids without repeats, each at least 0")
+        return v
+
+    @field_validator("start")
+    @classmethod
+    def _known_start(cls, v: str) -> str:
+        if v not in ("target", "random") and not is_folder(v) and not re.fullmatch(HUB_ID, v):
+            raise ValueError(
+                "expected target, random, a folder (starting with /, ./, ../ or ~), or "
+                "`organisation/name@revision` with a pinned revision"
+            )
         return v
 
 
@@ -450,6 +462,30 @@ class Evaluate(Settings):
                 "backend `openai` and `server` go together; allowed: both, or backend offline alone"
             )
         return self
+
+
+class Export(Settings):
+    """The folder that serving engines load."""
+
+    formats: list[Literal["dflash", "speculators"]] = Field(
+        ["dflash"],
+        description="`dflash` is the published checkpoint, which vLLM, SGLang, llama.cpp and the "
+        "official package load; `speculators` adds the same weights in the layout of that library, in a "
+        "folder within.",
+    )
+    licence: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+        description="Licence of the drafter in its model card, as the hub names it (apache-2.0, mit, "
+        "other). Default: none, and the card says that it is still to be chosen.",
+    )
+
+    @field_validator("formats")
+    @classmethod
+    def _published_first(cls, v: list[str]) -> list[str]:
+        if "dflash" not in v or len(set(v)) != len(v):
+            raise ValueError("expected dflash, alone or with speculators")
+        return v
 
 
 class Machine(Settings):
@@ -636,6 +672,7 @@ class Workflow(Settings):
         description="The drafters to train: name, then settings. All share one extraction.",
     )
     evaluate: Evaluate = Field(Evaluate(), description="How they are measured.")
+    export: Export = Field(Export(), description="How they are handed over.")
     machine: Machines = Field(Machines(), description="How each stage runs; never changes results.")
 
 
@@ -827,6 +864,34 @@ def check_against_target(drafter: Drafter, facts: TargetFacts, where: str) -> No
         )
 
 
+def check_start(drafter: Drafter, facts: TargetFacts, start: Any, where: str) -> None:
+    """Whether a checkpoint is what settings and target say of the drafter that starts from it.
+
+    `start` is the checkpoint's DrafterConfig. Its block size may differ: no weight depends on it.
+    """
+    shape = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    said = {k: getattr(drafter, k) for k in (*shape, "rope_theta", "sliding_window")}
+    said |= {k: getattr(drafter, k) for k in ("num_hidden_layers", "mask_token_id")}
+    said["target_layer_ids"] = tuple(tap_ids(drafter, facts.num_hidden_layers))
+    own = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size}
+    own["num_target_layers"] = facts.num_hidden_layers if start.num_target_layers else None
+    wrong = [
+        f"its {name} is {_show(getattr(start, name))}, {whose} {_show(value)}"
+        for whose, values in (("the target's", own), ("the settings say", said))
+        for name, value in values.items()
+        if value is not None and getattr(start, name) != value
+    ]
+    if wrong:
+        raise UserError(
+            f"{where}.start: {drafter.start} does not fit: {'; '.join(wrong)}; start from a drafter of "
+            "this target, and set num_hidden_layers, taps and mask_token_id to its own"
+        )
+
+
+def _show(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
 def target_facts(target: Target) -> TargetFacts:
     """What is known of the target before any job runs; a hub model's config.json may be fetched."""
     if target.facts is not None:
@@ -903,16 +968,17 @@ def _read_hub_json(model: str, name: str) -> dict[str, Any] | None:
 
 
 def tap_ids(drafter: Drafter, num_target_layers: int) -> list[int]:
-    """Ids of the tapped target layers: as listed, or T of them spread by the published formula.
-
-    round(1 + i (L-4)/(T-1)) for i in 0..T-1 with Python's rounding, [L//2] for T = 1.
-    """
+    """Ids of the tapped target layers: as listed, or T of them spread by the published formula."""
     if isinstance(drafter.taps, list):
         return drafter.taps
-    if drafter.taps == 1:
+    return spread_taps(drafter.taps, num_target_layers)
+
+
+def spread_taps(taps: int, num_target_layers: int) -> list[int]:
+    """round(1 + i (L-4)/(T-1)) for i in 0..T-1 with Python's rounding, [L//2] for T = 1."""
+    if taps == 1:
         return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + i * span / (drafter.taps - 1)) for i in range(drafter.taps)]
+    return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
 def gamma(drafter: Drafter) -> float:
@@ -1032,7 +1098,9 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "", run: Run | No
     elif stage == "served":
         server = w.evaluate.server
         share = {**_task_share(w, name, run), "server": server.model_dump() if server else None}
-    elif stage in ("export", "report"):
+    elif stage == "export":
+        share = w.export.model_dump()
+    elif stage == "report":
         share = {}
     else:
         raise ValueError(f"no stage {stage!r}")

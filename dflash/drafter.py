@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash.attention import Layout, Visibility, attend
+from dflash.config import is_folder, spread_taps
 from dflash.errors import UserError
 from dflash.files import read_json, save_tensors, write_json
 
+if TYPE_CHECKING:
+    from dflash.target import Identity
+
 CHECKPOINTING = ("none", "layer", "group", "both", "selective")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,15 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None  # None: a published config.json that does not say
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
     is_causal: bool | None = None  # inside the block; None: causal where a layer slides
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    # model, revision and weights_sha256 of the target; serving engines ignore it
+    trained_for: dict[str, str] | None = None
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -66,6 +73,11 @@ class DrafterConfig:
         if len(self.layer_types) != self.num_hidden_layers:
             raise UserError(
                 f"drafter: {len(self.layer_types)} layer_types for {self.num_hidden_layers} layers"
+            )
+        if unknown := sorted({*self.layer_types} - {"full_attention", "sliding_attention"}):
+            raise UserError(
+                f"drafter: layer_types {', '.join(unknown)} are not supported; allowed: "
+                "full_attention, sliding_attention"
             )
 
     def visibility(self, layer: int) -> Visibility:
@@ -103,7 +115,7 @@ class DrafterConfig:
             "layer_types": list(self.layer_types),
             "sliding_window": self.sliding_window,
             # transformers drops the window unless this is true
-            "use_sliding_window": "sliding_attention" in self.layer_types,
+            "use_sliding_window": self.sliding_window is not None,
             "max_window_layers": self.num_hidden_layers,
             "num_target_layers": self.num_target_layers,
             "block_size": self.block_size,
@@ -118,64 +130,129 @@ class DrafterConfig:
         }
         if self.is_causal is not None:
             out["is_causal"] = self.is_causal
+        if self.trained_for is not None:
+            out["trained_for"] = self.trained_for
         return out
 
     @classmethod
     def from_json(cls, data: dict[str, Any], where: str) -> DrafterConfig:
-        """Read a published config.json. Raises UserError naming what is missing or unknown."""
-        kind = (data.get("architectures") or ["?"])[0]
-        if kind != "DFlashDraftModel":
-            raise UserError(
-                f"{where}: architecture {kind} is not supported; expected DFlashDraftModel"
-            )
+        """Read a published config.json; what it leaves out is filled in as the official package does.
+
+        Raises UserError naming what is missing, malformed or not supported.
+        """
+        _check_kind(data, where)
         inner = data.get("dflash_config") or {}
-        layers = data.get("num_hidden_layers", 0)
         rope = data.get("rope_parameters") or {}
-        causal = data.get("is_causal")
-        causal = inner.get("causal") if causal is None else causal
-        kinds = tuple(data.get("layer_types") or ["full_attention"] * layers)
-        if data.get("use_sliding_window") is False:  # transformers drops the window then
-            kinds = ("full_attention",) * len(kinds)
-        scaling = data.get("rope_scaling") or {}
-        rotary = {rope.get("rope_type"), scaling.get("rope_type", scaling.get("type"))}
-        unsupported = {
-            "scaled rotary positions": bool(rotary - {None, "default"}),
-            "partial_rotary_factor": data.get("partial_rotary_factor", 1.0) not in (None, 1.0),
-            "input_embedding_scale": inner.get("input_embedding_scale", 1.0) not in (None, 1.0),
-            "output_multiplier": data.get("output_multiplier", 1.0) not in (None, 1.0),
-            "final_logit_softcapping": data.get("final_logit_softcapping") is not None,
-        }
-        for name, present in unsupported.items():
-            if present:
-                raise UserError(f"{where}: {name} is not supported by this version")
-        try:
-            return cls(
-                **{
-                    k: data[k]
-                    for k in (
-                        "hidden_size",
-                        "intermediate_size",
-                        "num_hidden_layers",
-                        "num_attention_heads",
-                        "num_key_value_heads",
-                        "head_dim",
-                        "rms_norm_eps",
-                        "max_position_embeddings",
-                        "vocab_size",
-                        "num_target_layers",
-                    )
-                },
-                rope_theta=float(rope.get("rope_theta") or data["rope_theta"]),
-                block_size=inner.get("block_size") or data["block_size"],
-                mask_token_id=inner["mask_token_id"],
-                target_layer_ids=tuple(inner["target_layer_ids"]),
-                layer_types=kinds,
-                sliding_window=data.get("sliding_window"),
-                is_causal=causal,
-                **{k: data.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        _check_supported(data, inner, rope, where)
+
+        def either(name: str, default: Any = None) -> Any:
+            """A drafter's own setting: within `dflash_config`, else at the top."""
+            value = inner.get(name)
+            return data.get(name, default) if value is None else value
+
+        filled = {"head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, **data}
+        found = {name: filled.get(name) for name in SHAPE if name in filled}
+        found["rope_theta"] = rope.get("rope_theta") or data.get("rope_theta")
+        found["mask_token_id"] = either("mask_token_id")
+        found["block_size"] = either("block_size", 16)
+        missing = [n for n in (*SHAPE, "rope_theta", "mask_token_id") if found.get(n) is None]
+        layers, target_layers = found.get("num_hidden_layers"), data.get("num_target_layers")
+        taps = either("target_layer_ids")
+        if taps is None and target_layers is None:
+            missing.append("dflash_config.target_layer_ids")
+        if missing:
+            raise UserError(f"{where}: found no {', '.join(missing)}; give a complete config.json")
+        for name, value in found.items():
+            if type(value) is not int and not (name in FRACTIONS and type(value) is float):
+                raise UserError(f"{where}: {name}: found {json.dumps(value)}, expected a number")
+        if taps is not None and not (isinstance(taps, list) and all(type(i) is int for i in taps)):
+            raise UserError(
+                f"{where}: target_layer_ids: found {json.dumps(taps)}, expected layer numbers"
             )
-        except KeyError as e:
-            raise UserError(f"{where}: {e.args[0]} is missing") from None
+        # the window counts only where transformers is told to use it
+        window = data.get("sliding_window") if data.get("use_sliding_window") else None
+        first = layers if window is None else data.get("max_window_layers", 28)
+        kinds = data.get("layer_types") or [
+            "full_attention" if i < first else "sliding_attention" for i in range(layers)
+        ]
+        causal = data.get("is_causal")
+        return cls(
+            **found | {"rope_theta": float(found["rope_theta"])},
+            target_layer_ids=tuple(spread_taps(layers, target_layers) if taps is None else taps),
+            num_target_layers=target_layers,
+            layer_types=tuple(kinds),
+            sliding_window=window,
+            is_causal=inner.get("causal") if causal is None else causal,
+            trained_for=data.get("trained_for"),
+            **{k: data.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        )
+
+
+SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "vocab_size",
+)
+FRACTIONS = ("rms_norm_eps", "rope_theta")
+
+
+def _check_kind(data: Any, where: str) -> None:
+    """Refuse everything that is no DFlash 1 drafter, by the name of what it is."""
+    if not isinstance(data, dict):
+        raise UserError(f"{where}: found {type(data).__name__}, expected the settings of a drafter")
+    inner, names = data.get("dflash_config") or {}, data.get("architectures") or []
+    name = str(names[0]) if names else "nothing named in `architectures`"
+    if "speculators_model_type" in data:
+        raise UserError(
+            f"{where}: this is the layout of the speculators library "
+            f"({data['speculators_model_type']}); give the same drafter in the published layout"
+        )
+    if name.startswith("DFlash2") or {"selector_rank", "conv_kernel_size"} & set(inner):
+        raise UserError(
+            f"{where}: this is a DFlash 2 drafter, which is not supported yet; give one of DFlash 1 "
+            "(architecture DFlashDraftModel)"
+        )
+    if name != "DFlashDraftModel" and not (inner and not names):
+        eagle = "eagle" in json.dumps([*names, *data]).lower()
+        what = "an EAGLE drafter" if eagle else "no drafter"
+        raise UserError(
+            f"{where}: this is {what} ({name}); give the folder of a DFlash drafter (architecture "
+            "DFlashDraftModel)"
+        )
+
+
+def _check_supported(data: dict, inner: dict, rope: dict, where: str) -> None:
+    """Refuse settings of published drafters that would change what it computes."""
+    scaling = data.get("rope_scaling") or {}
+    rotary = {rope.get("rope_type"), scaling.get("rope_type", scaling.get("type"))}
+    both = {**data, **rope, **inner}
+    neutral: dict[str, tuple[Any, ...]] = {
+        "partial_rotary_factor": (1,),
+        "is_neox_style": (True,),
+        "attention_bias": (False,),
+        "hidden_act": ("silu",),
+        "quantization_config": (),
+        "input_embedding_scale": (1,),
+        "output_multiplier": (1,),
+        "final_logit_softcapping": (0,),
+        "draft_vocab_size": (data.get("vocab_size"),),
+        "target_hidden_size": (data.get("hidden_size"),),
+        "sample_from_anchor": (False,),
+        "attention_sink_bias": (False,),
+        "attention_value_scale": (1,),
+        "use_swa": (False,),
+        "swa_window_size": (data.get("sliding_window"),),
+    }
+    odd = [k for k, fine in neutral.items() if both.get(k) not in (None, *fine)]
+    odd += ["scaled rotary positions"] * bool(rotary - {None, "default"})
+    if odd:
+        raise UserError(f"{where}: {', '.join(odd)}: not supported by this version")
 
 
 class RMSNorm(nn.Module):
@@ -435,28 +512,125 @@ def save_drafter(folder: Path, drafter: Drafter, dtype: str) -> None:
     write_json(folder / "config.json", drafter.config.to_json(dtype))
 
 
+def read_drafter_config(folder: str | Path) -> DrafterConfig:
+    """The config.json of a folder in the published format, ours or another's."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give the folder of a DFlash drafter")
+    return DrafterConfig.from_json(read_json(path), str(path))
+
+
 def load_drafter(folder: str | Path, device: torch.device | str = "cpu") -> Drafter:
-    """Read a drafter in the published format, as float32 and in eval mode.
+    """Read a drafter in the published format, ours or another's, as float32 and in eval mode.
 
     Raises UserError naming the folder and the tensors that are missing, unknown or misshapen.
     """
     folder = Path(folder)
-    config = DrafterConfig.from_json(read_json(folder / "config.json"), str(folder / "config.json"))
-    drafter = Drafter(config)
-    path = folder / "model.safetensors"
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as e:
-        raise UserError(f"{path}: cannot be read ({e}); export the drafter again") from None
-    state = {k.removeprefix("model."): v for k, v in state.items()}
-    want = {k: v.shape for k, v in drafter.state_dict().items()}
-    wrong = sorted(
-        {*want} ^ {*state} | {k for k in {*want} & {*state} if want[k] != state[k].shape}
-    )
-    if wrong:
-        raise UserError(f"{path}: tensors do not fit config.json: {', '.join(wrong[:5])}")
+    drafter = Drafter(read_drafter_config(folder))
+    state = _read_tensors(folder)
+    if all(name.startswith("model.") for name in state):
+        state = {name.removeprefix("model."): value for name, value in state.items()}
+    want = {name: list(value.shape) for name, value in drafter.state_dict().items()}
+    have = {name: list(value.shape) for name, value in state.items()}
+    if reduced := sorted({"d2t", "t2d"} & {*state}):
+        raise UserError(
+            f"{folder}: holds {', '.join(reduced)}: drafters over a reduced vocabulary are not supported"
+        )
+    for fault, names in (
+        ("its weights lack", sorted({*want} - {*have})),
+        ("its weights hold what a DFlash drafter has not:", sorted({*have} - {*want})),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise UserError(
+                f"{folder}: {fault} {', '.join(names[:5])}{more}; give a complete, unchanged checkpoint"
+            )
+    for name, value in state.items():
+        if have[name] != want[name]:
+            raise UserError(
+                f"{folder}: {name} has shape {have[name]}, config.json implies {want[name]}; give the "
+                "config.json that belongs to these weights"
+            )
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise UserError(
+                f"{folder}: {name} is stored as {value.dtype}; quantised drafters are not supported"
+            )
     drafter.load_state_dict(state)
     return drafter.to(device).eval().requires_grad_(False)
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of model.safetensors, or of the shards that its index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        places = read_json(index)
+        names = set(places.get("weight_map", {}).values()) if isinstance(places, dict) else set()
+        if not names:
+            raise UserError(f"{index}: names no shards; fetch or export the drafter again")
+        files = [folder / name for name in sorted(names)]
+    else:
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        if pickles:
+            raise UserError(
+                f"{folder}: holds only pickled weights ({pickles[0]}), which can run code when they are "
+                "read; save them as safetensors"
+            )
+        raise UserError(f"{folder}: holds no model.safetensors; give the folder of a saved drafter")
+    state: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            state |= load_file(path)
+        except (OSError, SafetensorError) as e:
+            raise UserError(
+                f"{path}: cannot be read ({e}); fetch or export the drafter again"
+            ) from None
+    return state
+
+
+def target_record(identity: Identity) -> dict[str, str]:
+    """What a drafter keeps of its target: a name without a path of this machine, and the weights."""
+    model = Path(identity.model).name if is_folder(identity.model) else identity.model
+    return {
+        "model": model,
+        "revision": identity.revision,
+        "weights_sha256": identity.weights_sha256,
+    }
+
+
+def check_fits(drafter: Drafter, identity: Identity, folder: str | Path) -> None:
+    """Refuse a drafter made for another target. Raises UserError naming what differs.
+
+    A checkpoint without a record of its target, as published ones are, is checked for shapes only.
+    """
+    c = drafter.config
+    wrong = [
+        f"{name} {mine} against {theirs}"
+        for name, mine, theirs in (
+            ("hidden_size", c.hidden_size, identity.hidden_size),
+            ("num_target_layers", c.num_target_layers, identity.num_hidden_layers),
+            ("vocab_size", c.vocab_size, identity.vocab_size),
+        )
+        if mine not in (None, theirs)
+    ]
+    wrong += [f"tap {i} of {identity.num_hidden_layers} layers" for i in c.target_layer_ids
+              if not 0 <= i < identity.num_hidden_layers]  # fmt: skip
+    if not 0 <= c.mask_token_id < identity.vocab_size:
+        wrong.append(f"mask token {c.mask_token_id} of {identity.vocab_size} tokens")
+    if wrong:
+        raise UserError(
+            f"{folder}: this drafter does not fit the target {identity.model} ({'; '.join(wrong)}); "
+            "use it with the target it was trained for"
+        )
+    made = c.trained_for
+    if made and made.get("weights_sha256") != identity.weights_sha256:
+        raise UserError(
+            f"{folder}: this drafter was trained for {made.get('model')}, revision "
+            f"{made.get('revision')}, weights {str(made.get('weights_sha256'))[:12]}; the target is "
+            f"{identity.model}, weights {identity.weights_sha256[:12]}: use it with its own target (if "
+            "this is the same model saved anew, delete `trained_for` from the drafter's config.json)"
+        )
 
 
 def config_text(config: DrafterConfig) -> str:

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from dflash import acceptance, config, target, tasks
 from dflash.corpus import Prompt, load_jsonl_prompts, read_prompts, select_per_kind
 from dflash.decode import PromptLookup, Response, Sampling, Timing, generate
-from dflash.drafter import DTYPES, Drafter, load_drafter
+from dflash.drafter import DTYPES, Drafter, check_fits, load_drafter
 from dflash.errors import UserError, entrypoint
 from dflash.files import read_json, read_settings, text_sha256, write_json
 from dflash.progress import progress
@@ -475,32 +475,6 @@ def _lossless_words(settings: StageSettings, found: dict[str, Any]) -> str:
         f"{found['divergences']} tokens not the target's choice, {found['near_ties']} of them with "
         f"its two best logits at most {NEAR_TIE} apart"
     )
-
-
-def check_fits(drafter: Drafter, identity: target.Identity, folder: Path) -> None:
-    """Refuse a drafter made for another target. Raises UserError naming what differs."""
-    c = drafter.config
-    training = folder / "training.json"
-    trained = read_json(training).get("target") if training.exists() else None
-    wrong = [
-        f"{name} {mine} against {theirs}"
-        for name, mine, theirs in (
-            ("hidden_size", c.hidden_size, identity.hidden_size),
-            ("num_target_layers", c.num_target_layers, identity.num_hidden_layers),
-            ("vocab_size", c.vocab_size, identity.vocab_size),
-            (
-                "weights_sha256",
-                (trained or identity.weights_sha256)[:12],
-                identity.weights_sha256[:12],
-            ),
-        )
-        if mine != theirs
-    ]
-    if wrong:
-        raise UserError(
-            f"{folder}: this drafter does not fit the target {identity.model} ({'; '.join(wrong)}); "
-            "evaluate it with the target it was trained for"
-        )
 
 
 if __name__ == "__main__":

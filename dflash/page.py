@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter, defaultdict
 from typing import Any
 
 from dflash import drawing, results
 from dflash.drawing import Dot, Html, Series, el, join, number, percent, plural, table
 from dflash.results import Drafter, Evaluation, Figures, Inputs, break_even, total
+from dflash.serving import launch_lines
 
 
 def page(inputs: Inputs) -> str:
@@ -524,19 +524,10 @@ def target_section(target: results.Target) -> Html:
 
 
 def serving_section(inputs: Inputs) -> Html:
-    """Launch lines for each drafter. vLLM counts the drafted tokens, SGLang the whole block."""
+    """Launch lines for each drafter."""
     parts = [el("p", "Run these where the workflow ran; elsewhere, give full paths.")]
     for d in inputs.drafters:
-        model, export, block = shlex.quote(inputs.target.folder), str(d.export), d.config.block_size
-        vllm = {"method": "dflash", "model": export, "num_speculative_tokens": block - 1}
-        commands = {
-            "vLLM": f"vllm serve {model} \\\n"
-            f"  --speculative-config {shlex.quote(json.dumps(vllm, separators=(',', ':')))}",
-            "SGLang": f"python -m sglang.launch_server --model-path {model} \\\n"
-            f"  --speculative-algorithm DFLASH \\\n"
-            f"  --speculative-draft-model-path {shlex.quote(export)} \\\n"
-            f"  --speculative-num-draft-tokens {block}",
-        }
+        commands = launch_lines(inputs.target.folder, str(d.export), d.config.block_size)
         for engine, command in commands.items():
             parts += [el("h3", f"{engine}, {d.name}"), el("pre", el("code", command), tabindex="0")]
     return section("How to serve it", *parts)

@@ -74,7 +74,7 @@ OTHER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "README.md"]
 HUB_LEAVES_OUT = ["*/*", "consolidated*"]  # other formats and second copies of the weights
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -322,16 +322,19 @@ def _find(target: Target, converted: Path) -> tuple[Path, str]:
         if not folder.is_dir():
             raise UserError(f"target.model: {folder} is no folder; give the one of a saved model")
         return folder, "local"
-    return _fetch(target.model, target.trust_remote_code)
+    return fetch(target.model, "target.model", target.trust_remote_code)
 
 
-def _fetch(model: str, with_code: bool) -> tuple[Path, str]:
-    """Snapshot of a hub model at its pinned revision, in the hub's own cache; never pickles."""
+def fetch(model: str, key: str, with_code: bool = False) -> tuple[Path, str]:
+    """Snapshot of a hub model at its pinned revision, in the hub's own cache; never pickles.
+
+    `key` is the setting that named it. Raises UserError when it cannot be had.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     repo, revision = split_hub_id(model)
-    print(f"target: fetching {model} (or finding it in the local cache)", flush=True)
+    print(f"fetching {model} (or finding it in the local cache)", flush=True)
     try:
         folder = snapshot_download(
             repo,
@@ -340,15 +343,15 @@ def _fetch(model: str, with_code: bool) -> tuple[Path, str]:
             ignore_patterns=HUB_LEAVES_OUT,
         )
     except RevisionNotFoundError:
-        raise UserError(f"target.model: {repo} has no revision {revision}") from None
+        raise UserError(f"{key}: {repo} has no revision {revision}") from None
     except RepositoryNotFoundError:  # also the hub's answer where one may not look
         raise UserError(
-            f"target.model: the hub shows no {repo}; check the name, or log in (`hf auth login`) "
+            f"{key}: the hub shows no {repo}; check the name, or log in (`hf auth login`) "
             "if it is private or gated"
         ) from None
     except Exception as e:  # offline, refused, broken off: all end in the same remedy
         raise UserError(
-            f"target.model: {model} is not in the local cache and cannot be fetched "
+            f"{key}: {model} is not in the local cache and cannot be fetched "
             f"({type(e).__name__}); connect to the hub, or give the folder of a copy"
         ) from None
     return Path(folder), Path(folder).name  # snapshots/<commit>

@@ -19,6 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +37,39 @@ from dflash.drafter import (
     DrafterConfig,
     block_input,
     config_text,
+    load_drafter,
+    read_drafter_config,
     save_drafter,
     start_from_target,
+    target_record,
 )
 from dflash.errors import UserError, entrypoint
 from dflash.features import open_shard, store_identity
-from dflash.files import read_json, read_settings, save_tensors, text_sha256, whole, write_json
+from dflash.files import (
+    read_json,
+    read_settings,
+    save_tensors,
+    sha256,
+    text_sha256,
+    whole,
+    write_json,
+)
 from dflash.progress import progress
 
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
 
 
-def drafter_config(settings: config.Drafter, identity: target.Identity) -> DrafterConfig:
-    """The shape of a drafter: what its settings say, and the target's own where they do not."""
+def drafter_config(
+    settings: config.Drafter, identity: target.Identity, start: DrafterConfig | None = None
+) -> DrafterConfig:
+    """The shape of a drafter: what its settings say, and the target's own where they do not, or
+    that of the drafter it starts from (which `config.check_start` has seen)."""
     t = identity
     ids = config.tap_ids(settings, t.num_hidden_layers)
     layers = settings.num_hidden_layers
     heads = settings.num_attention_heads or t.num_attention_heads
-    return DrafterConfig(
+    of_target = DrafterConfig(
         hidden_size=t.hidden_size,
         intermediate_size=settings.intermediate_size or t.intermediate_size,
         num_hidden_layers=layers,
@@ -75,13 +90,35 @@ def drafter_config(settings: config.Drafter, identity: target.Identity) -> Draft
         bos_token_id=t.bos_token_id,
         eos_token_id=t.eos_token_ids[0] if len(t.eos_token_ids) == 1 else list(t.eos_token_ids),
         pad_token_id=t.pad_token_id,
+        trained_for=target_record(t),
     )
+    if start is None:
+        return of_target
+    kept = ("block_size", "num_target_layers", "bos_token_id", "eos_token_id", "pad_token_id")
+    return replace(start, **{k: getattr(of_target, k) for k in (*kept, "trained_for")})
+
+
+def start_folder(settings: config.Drafter, where: str) -> Path | None:
+    """The folder of the drafter that this one starts from, fetched from the hub if it lies there."""
+    if settings.start in ("target", "random"):
+        return None
+    if config.is_folder(settings.start):
+        return Path(settings.start)
+    return target.fetch(settings.start, f"{where}.start")[0]
 
 
 def new_drafter(
-    settings: config.Drafter, identity: target.Identity, trust_remote_code: bool = False
+    settings: config.Drafter,
+    identity: target.Identity,
+    trust_remote_code: bool = False,
+    start: Path | None = None,
 ) -> Drafter:
-    """A drafter with its initial weights, a function of settings and target alone."""
+    """A drafter with its initial weights, a function of settings, target and the drafter in the
+    folder `start`, if any."""
+    if start is not None:
+        drafter = load_drafter(start)
+        drafter.config = drafter_config(settings, identity, drafter.config)
+        return drafter.requires_grad_(True)
     drafter = Drafter(drafter_config(settings, identity))
     drafter.init_weights(settings.training.seed)
     if settings.start == "target":
@@ -266,14 +303,17 @@ def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(
-    settings: dict[str, Any], identity: target.Identity, shards: list
+    settings: dict[str, Any], identity: target.Identity, shards: list, start: Path | None = None
 ) -> dict[str, Any]:
     """Everything that decides the final weights."""
-    return {
+    found = {
         "settings": settings,
         "target": identity.weights_sha256,
         "features": sorted(f"{s.attributes['settings_sha256']}/{s.content_sha256}" for s in shards),
     }
+    if start is not None:
+        found["start"] = sha256(*sorted(start.glob("*.safetensors")), start / "config.json")
+    return found
 
 
 def lock(run: Path):
@@ -403,8 +443,10 @@ def train(
     run: Path,
     device: torch.device,
     trust_remote_code: bool = False,
+    start: Path | None = None,
 ) -> tuple[Drafter, dict[str, Any]]:
-    """Train to the end, from the last checkpoint in `run` if there is one.
+    """Train to the end, from the last checkpoint in `run` if there is one, else from the drafter in
+    `start` or from fresh weights.
 
     `trust_remote_code` is for the target's final norm, where its own distribution is asked for.
     Returns the drafter and what is known about its training.
@@ -436,7 +478,7 @@ def train(
         head.reduce(kept)
     slot_weights = weights_of_slots(settings)
 
-    drafter = new_drafter(settings, identity, trust_remote_code).to(device).train()
+    drafter = new_drafter(settings, identity, trust_remote_code, start).to(device).train()
     optimizer = make_optimizer(drafter, training)
     done = checkpoints(run)
     first, sums = load_checkpoint(done[-1], drafter, optimizer) if done else (0, {})
@@ -649,7 +691,12 @@ def main(argv: list[str] | None) -> None:
     asks_target = config.needs_last_hidden(settings)
     shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
 
-    print_of = fingerprint(raw, identity, shards)
+    start = start_folder(settings, f"drafters.{args.name}")
+    if start is not None:
+        found = read_drafter_config(start)
+        config.check_start(settings, config.TargetFacts(**facts), found, f"drafters.{args.name}")
+
+    print_of = fingerprint(raw, identity, shards, start)
     run = args.run / text_sha256(config.canonical(print_of))[:12]
     run.mkdir(parents=True, exist_ok=True)
     held = lock(run)
@@ -662,14 +709,15 @@ def main(argv: list[str] | None) -> None:
         )
     try:
         trust = bool(raw.get("trust_remote_code", False))
-        drafter, facts = train(settings, machine, identity, shards, positions, run, device, trust)
+        drafter, facts = train(
+            settings, machine, identity, shards, positions, run, device, trust, start
+        )
     except Interrupted:
         print(f"interrupted; saved in {run}: run the same command again to go on")
         raise SystemExit(STATUS_INTERRUPTED) from None
     with whole(args.out, folder=True) as folder:
         save_drafter(folder, drafter, "float32")
         shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
-        shape["target"] = identity.weights_sha256  # what it drafts for
         write_json(folder / "training.json", {**shape, **facts})
     held.close()
     last = facts["history"][-1] if facts["history"] else {}

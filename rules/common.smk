@@ -28,6 +28,17 @@ for name, task in TASKS.items():
             f"evaluate.tasks: {name}: there is no folder {task.path}; correct its `path`"
         )
 
+# Asked here, since the drafter that another starts from is needed only hours later.
+for name, drafter in WORKFLOW.drafters.items():
+    if settings.is_folder(drafter.start):
+        from dflash.drafter import read_drafter_config  # torch, which nothing else here needs
+
+        try:
+            facts, where = settings.target_facts(WORKFLOW.target), f"drafters.{name}"
+            settings.check_start(drafter, facts, read_drafter_config(drafter.start), where)
+        except UserError as e:
+            raise WorkflowError(f"settings refused: {e}") from None
+
 # Asked here, since Snakemake itself would end in a traceback when it looks for outputs there.
 above = next(path for path in (Path(RESULTS), *Path(RESULTS).absolute().parents) if path.exists())
 if not above.is_dir() or not os.access(above, os.W_OK):
@@ -122,6 +133,15 @@ def target_files(wildcards):
     kinds = {".safetensors", ".json", ".jinja", ".model", ".txt"}
     folder = Path(WORKFLOW.target.model).expanduser()
     return sorted(str(path) for path in folder.iterdir() if path.suffix in kinds)
+
+
+def start_files(wildcards):
+    """The files of the drafter that a drafter starts from, where it lies in a folder."""
+    folder = WORKFLOW.drafters[wildcards.drafter].start
+    if not settings.is_folder(folder):
+        return []
+    kinds = {".safetensors", ".json"}
+    return sorted(str(path) for path in Path(folder).iterdir() if path.suffix in kinds)
 
 
 def current_benchmarks():

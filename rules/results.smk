@@ -1,5 +1,11 @@
 # What a drafter is worth: real decoding, the published checkpoint, the report.
 
+EXPORTED_MORE = (
+    ["speculators/config.json", "speculators/model.safetensors"]
+    if "speculators" in WORKFLOW.export.formats
+    else []
+)
+
 
 rule task:
     """Fetch the prompts of a published task."""
@@ -90,12 +96,30 @@ rule served:
 
 
 rule export:
-    """Write the drafter as the published checkpoint that serving engines load."""
+    """Write the drafter as the published checkpoint that serving engines load, with its card."""
     input:
-        f"{RESULTS}/drafters/{{drafter}}/model.safetensors",
-        f"{RESULTS}/drafters/{{drafter}}/config.json",
+        identity=f"{RESULTS}/target/identity.json",
+        drafter=multiext(
+            f"{RESULTS}/drafters/{{drafter}}/",
+            "model.safetensors",
+            "config.json",
+            "training.json",
+        ),
+        evaluations=lambda wildcards: [
+            f"{RESULTS}/evaluate/{wildcards.drafter}/{task}{run.name}.json"
+            for task in TASKS
+            for run in RUNS[wildcards.drafter]
+        ],
+        corpus=expand(f"{RESULTS}/corpus/{{source}}.json", source=SOURCES),
+        tokens=all_shards("tokens/{source}/{shard}.json"),
     output:
-        multiext(f"{RESULTS}/export/{{drafter}}/", "config.json", "model.safetensors"),
+        multiext(
+            f"{RESULTS}/export/{{drafter}}/",
+            "config.json",
+            "model.safetensors",
+            "README.md",
+            *EXPORTED_MORE,
+        ),
     log:
         f"{RESULTS}/logs/export/{{drafter}}.log",
     benchmark:
@@ -114,7 +138,9 @@ rule export:
     message:
         "export: {wildcards.drafter}"
     shell:
-        "python -m dflash.export --settings {params.settings:q} --drafter {params.drafter:q}"
+        "python -m dflash.export --settings {params.settings:q} --identity {input.identity:q}"
+        " --drafter {params.drafter:q} --evaluations {input.evaluations:q}"
+        " --corpus {input.corpus:q} --tokens {input.tokens:q}"
         " --out {params.out:q} 2>&1 | tee {log:q}"
 
 

@@ -11,6 +11,7 @@ rule train:
         identity=f"{RESULTS}/target/identity.json",
         shards=all_shards("features/{source}/{shard}.zarr"),
         manifests=all_shards("features/{source}/{shard}.json"),
+        start=start_files,
     output:
         multiext(
             f"{RESULTS}/drafters/{{drafter}}/",

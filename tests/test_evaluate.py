@@ -96,18 +96,16 @@ def test_near_ties_are_told_from_other_divergences():
 def test_a_drafter_of_another_target_is_refused(finished, identity_of, tiny_qwen3, tiny_llama):
     folder = finished[0] / "results/export/small"
     drafter = load_drafter(folder)
-    identity = identity_of(tiny_qwen3)
+    identity = identity_of(tiny_llama)
     evaluate.check_fits(drafter, identity, folder)
     other = dataclasses.replace(identity, hidden_size=128, vocab_size=99)
     with pytest.raises(UserError, match="hidden_size 64 against 128; vocab_size 320 against 99"):
         evaluate.check_fits(drafter, other, folder)
-    # of the same shape, which its training tells apart
-    trained = finished[0] / "results/drafters/small"
-    evaluate.check_fits(drafter, identity_of(tiny_llama), trained)
+    # of the same shape, which its record tells apart
     with pytest.raises(
-        UserError, match=r"weights_sha256 \w{12} against \w{12}\); evaluate it with"
+        UserError, match=r"was trained for tiny_llama, revision local, weights \w+;"
     ):
-        evaluate.check_fits(drafter, identity, trained)
+        evaluate.check_fits(drafter, identity_of(tiny_qwen3), folder)
 
 
 @pytest.fixture

