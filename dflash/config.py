@@ -201,7 +201,7 @@ class Extract(Settings):
     codec: Codec = Field(
         "raw",
         description="How hidden states are stored (docs/features.md): `raw` bf16, `compact` losslessly in "
-        "0.70 of the bytes for about three times the CPU time, `int8` in 0.51 with an error of 0.6 %.",
+        "0.70 of the bytes for five times the CPU time of reading, `int8` in 0.51 with an error of 0.6 %.",
     )
     backend: Literal["transformers", "vllm"] = Field(
         "transformers",

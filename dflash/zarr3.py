@@ -22,8 +22,8 @@ import google_crc32c
 import numpy as np
 from numcodecs import blosc
 
-# One block a chunk: the two bytes of bf16 values are shuffled apart over its whole length, which
-# takes 0.70 of the bytes where blosc's own block size takes 0.81.
+# Long blocks, within which the two bytes of bf16 values are shuffled apart: these take 0.70 of the bytes
+# where blosc's own block size takes 0.81.
 BLOSC = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "blocksize": 1 << 20}
 CRC_BYTES = 4
 INDEX_ENTRY = np.dtype([("offset", "<u8"), ("size", "<u8")])
