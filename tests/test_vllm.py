@@ -24,8 +24,10 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import SHAPE, save_tiny
 from test_extract import SETTINGS, TAPS, alone, as_float, some_rows
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import config, extract, extract_vllm, spool, vllm_worker
 from dflash.errors import UserError
@@ -293,7 +295,7 @@ def test_the_end_of_the_input_ends_the_worker(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_worker, "GRACE_S", 0)
     (tmp_path / "spool").mkdir()
     vllm_worker.receive(io.StringIO('{"index": 0}\n'), inbox, tmp_path / "spool")
-    assert (inbox.get(), inbox.get()) == ({"index": 0}, None)
+    assert (inbox.get_nowait(), inbox.get_nowait()) == ({"index": 0}, None)
     assert not (tmp_path / "spool").exists() and ended == [(0, signal.SIGKILL)]
 
 
@@ -532,7 +534,10 @@ def test_settings():
     "DFLASH_VLLM_PYTHON" not in os.environ,
     reason="DFLASH_VLLM_PYTHON names no interpreter that has vLLM (envs/vllm.sh makes one)",
 )
-def test_vllm_gives_the_targets_own_states(tmp_path, tiny_qwen3, identity_of, identity_file):
+def test_vllm_gives_the_targets_own_states(tmp_path, identity_of, identity_file):
+    torch.manual_seed(0)
+    wide = SHAPE | {"head_dim": 32}  # the least that vLLM's attention takes on a CPU
+    folder = save_tiny(Qwen3ForCausalLM(Qwen3Config(**wide)), tmp_path / "wide", end_factor=2)
     write_tokens(tmp_path / "tokens.parquet", some_rows())
     vllm = {"python": os.environ["DFLASH_VLLM_PYTHON"], "gpu_memory_utilization": 0.1}
     extract.main(
@@ -542,11 +547,11 @@ def test_vllm_gives_the_targets_own_states(tmp_path, tiny_qwen3, identity_of, id
                 json.dumps(SETTINGS | {"backend": "vllm", "last_hidden": True, "taps": [0, 2]}),
             ),
             *("--machine", json.dumps({"batch_tokens": 32, "vllm": vllm})),
-            *("--identity", str(identity_file(tiny_qwen3))),
+            *("--identity", str(identity_file(folder))),
             *("--tokens", f"{tmp_path}/tokens.parquet", "--out", f"{tmp_path}/a.zarr"),
         ]
     )
-    shard, model = open_shard(tmp_path / "a.zarr"), load_model(identity_of(tiny_qwen3), "float32")
+    shard, model = open_shard(tmp_path / "a.zarr"), load_model(identity_of(folder), "float32")
     by_id = {row.sample_id: row for row in some_rows()}
     for i, sample in enumerate(shard.sample_ids):
         d = shard.read(i, last_hidden=True)
