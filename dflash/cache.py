@@ -133,6 +133,8 @@ def grouped_attention(
     n, heads, length, d = q_nQLd.shape
     groups = heads // k_nKPd.shape[1]
     q = q_nQLd.reshape(n, -1, groups * length, d)
-    mask = None if mask_n1LP is None else mask_n1LP.repeat(1, 1, groups, 1)
+    mask = mask_n1LP
+    if mask is not None:
+        mask = mask.expand(n, groups, -1, -1).reshape(n, 1, groups * length, -1)
     out = F.scaled_dot_product_attention(q, k_nKPd, v_nKPd, attn_mask=mask, scale=scale)
     return out.reshape(n, heads, length, d)

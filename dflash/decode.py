@@ -256,7 +256,6 @@ class TargetRunner:
         self.kinds = sorted(set(kinds))
         self.cache = TargetCache(n, places, kinds)
         self.softcap = _softcap(text)
-        self.eager = text._attn_implementation == "eager"
         if text._attn_implementation not in ("eager", "sdpa", GROUPED):
             raise UserError(
                 f"the target runs with {text._attn_implementation}, which takes no mask; load it with "
@@ -313,18 +312,16 @@ class TargetRunner:
         return out if self.softcap is None else (out / self.softcap).tanh() * self.softcap
 
     def _mask(self, span: Span, kind: str) -> torch.Tensor | None:
-        """Which places each new token sees, [n, 1, L, P]."""
+        """What to add to the scores of each new token and place, [n, 1, L, P]: 0 where it is seen."""
         if kind == "linear_attention":
             return None
         back = span.at_nL[:, None, :, None] - torch.arange(span.end, device=self.device)
-        seen = back >= 0
+        hidden = back < 0
         if kind == "sliding_attention":
-            seen &= back < self.window
-        if not self.eager:
-            return seen
-        return torch.zeros_like(seen, dtype=self.dtype).masked_fill(
-            ~seen, torch.finfo(self.dtype).min
-        )
+            hidden |= back >= self.window
+        # As numbers, which eager attention wants, and into which kernels turn booleans in every layer.
+        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(hidden, torch.finfo(self.dtype).min)
 
 
 def _softcap(text) -> float | None:

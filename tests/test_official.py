@@ -10,17 +10,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from test_decode import END, make_drafter
+from test_sampling import DEEP, FAR, PROMPT, distance, own_distribution, sampled
+from test_sampling import pair as pair  # a fixture
 from tiny import ROOT
 
 from dflash.corpus import read_prompts
 from dflash.decode import generate
 from dflash.drafter import Drafter, load_drafter, save_drafter
 from dflash.files import read_json
+from dflash.sampling import Sampling
 from dflash.target import load_model, read_identity
 
 OFFICIAL = Path(os.environ.get("DFLASH_OFFICIAL", ROOT / ".venv/official"))
@@ -30,10 +34,7 @@ def official(
     tmp_path: Path, target: Path, drafter: Path, prompts: list[list[int]], limit: int, block: int
 ):
     """What the official package decodes, in its own process; float32, greedy, CPU."""
-    assert (OFFICIAL / "dflash").is_dir(), (
-        f"{OFFICIAL} holds no official package; `make test` installs it, or run pip install "
-        "--no-deps --target .venv/official -r envs/official.txt"
-    )
+    needs_official()
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     command = [
         *(sys.executable, str(ROOT / "tests/peers/official.py")),
@@ -48,6 +49,13 @@ def official(
     return json.loads((tmp_path / "out.json").read_text())
 
 
+def needs_official() -> None:
+    assert (OFFICIAL / "dflash").is_dir(), (
+        f"{OFFICIAL} holds no official package; `make test` installs it, or run pip install "
+        "--no-deps --target .venv/official -r envs/official.txt"
+    )
+
+
 def assert_same(theirs, responses):
     assert [r["tokens"] for r in theirs] == [r.tokens for r in responses]
     assert [r["accepted_plus_one"] for r in theirs] == [r.cycles for r in responses]
@@ -56,7 +64,7 @@ def assert_same(theirs, responses):
 def test_the_workflows_export_decodes_the_same(finished, tmp_path):
     folder = finished[0] / "results"
     identity = read_identity(folder / "target/identity.json")
-    prompts = [p for p in read_prompts(folder / "corpus/toy.parquet") if p.split == "heldout"][:10]
+    prompts = [p for p in read_prompts(folder / "corpus/toy.parquet") if p.split == "heldout"][:20]
     ids = [p.prompt_ids for p in prompts]
     drafter = load_drafter(folder / "export/small")
     responses, _ = generate(
@@ -82,6 +90,47 @@ def test_random_pairs(tiny_qwen3, identity_of, tmp_path, shape, block):
     model = load_model(identity, "float32")
     responses, _ = generate(model, ids, 20, [END], drafter, block_size=block)
     assert_same(official(tmp_path, tiny_qwen3, tmp_path / "drafter", ids, 20, block), responses)
+
+
+def test_sampled_responses_have_the_same_distribution(pair, tmp_path):
+    """Ours and theirs against each other, and both against the target's exact probabilities.
+
+    Their loop draws one at a time. DFLASH_DRAWS=20000 gives the test its full strength.
+    """
+    needs_official()
+    draws = int(os.environ.get("DFLASH_DRAWS", 1500))
+    model, drafter = pair
+    sampling = Sampling(1.2, top_k=4, top_p=0.95)
+    model.save_pretrained(tmp_path / "target")
+    (tmp_path / "drafter").mkdir()
+    save_drafter(tmp_path / "drafter", drafter, "float32")
+    shape = {"temperature": 1.2, "top_k": 4, "top_p": 0.95, "tokens": DEEP, "prompt": PROMPT}
+    places = {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "drafter")}
+    (tmp_path / "settings.json").write_text(json.dumps(shape | places | {"draws": draws}))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/peers/official_samples.py"), tmp_path / "settings.json"],
+        env=os.environ | {"PYTHONPATH": str(OFFICIAL)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = Counter(map(tuple, json.loads(done.stdout)))
+    ours, _ = sampled(model, sampling, drafter, draws)
+    expected = own_distribution(model, sampling)
+    assert distance(theirs, expected) < FAR and distance(ours, expected) < FAR
+    assert two_sample_distance(ours, theirs) < FAR
+    other, _ = sampled(model, Sampling(0.8, top_k=4, top_p=0.95), drafter, draws)
+    assert two_sample_distance(other, theirs) > 2 * FAR  # the test sees a wrong temperature
+
+
+def two_sample_distance(a: Counter, b: Counter) -> float:
+    """Chi-square of two equally large samples, in standard deviations above its mean."""
+    assert sum(a.values()) == sum(b.values())
+    common = {o for o in a | b if a[o] + b[o] >= 20}
+    rest = [sum(n for o, n in counts.items() if o not in common) for counts in (a, b)]
+    cells = [(a[o], b[o]) for o in common] + ([tuple(rest)] if sum(rest) >= 20 else [])
+    degrees = len(cells) - 1
+    return (sum((x - y) ** 2 / (x + y) for x, y in cells) - degrees) / (2 * degrees) ** 0.5
 
 
 def test_exported_folder_is_the_published_format(finished):
