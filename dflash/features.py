@@ -559,7 +559,6 @@ class Shard:
     def __init__(self, path: Path, attributes: dict[str, Any]):
         self.path = path
         self.attributes = attributes
-        self.identity = _identity(attributes)
         self.taps: list[int] = attributes["taps"]  # layer ids
         self.counts: dict[str, int] = attributes["counts"]
 
@@ -567,11 +566,16 @@ class Shard:
         return self.counts["documents"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("path", "attributes", "identity", "taps", "counts")}
+        return {k: self.__dict__[k] for k in ("path", "attributes", "taps", "counts")}
 
     def close(self) -> None:
         """Free all memory and file descriptors; what is needed again is opened again."""
         self.__dict__ = self.__getstate__()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what the shard holds."""
+        return _identity(self.attributes)
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -824,7 +828,7 @@ def _open_folder(path: Path) -> zarr3.Folder:
 def _json(path: Path, folder: zarr3.Folder, file: str) -> dict[str, Any]:
     try:
         with open(folder.open(file), "rb") as f:
-            data = json.loads(f.read())
+            data = json.loads(f.read(), object_hook=_shared)
     except (FileNotFoundError, NotADirectoryError):
         raise _damage(path, f"{file} is missing") from None
     except OSError as e:
@@ -834,6 +838,11 @@ def _json(path: Path, folder: zarr3.Folder, file: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _damage(path, f"{file} is not a JSON object")
     return data
+
+
+def _shared(found: dict[str, Any]) -> dict[str, Any]:
+    """The same with one copy of equal strings: thousands of shards have most of theirs in common."""
+    return {sys.intern(k): sys.intern(v) if isinstance(v, str) else v for k, v in found.items()}
 
 
 def _attributes(path: Path, folder: zarr3.Folder) -> dict[str, Any]:
