@@ -266,7 +266,7 @@ def test_together_equals_one_by_one(model, pieces, monkeypatch):
 
 def test_windows_matter_at_this_length(model):
     """So that the tests of families with sliding windows see them."""
-    from test_families import family
+    from test_decode_families import family
 
     for name in ("mistral", "qwen3 mixed"):
         model = family(name)
