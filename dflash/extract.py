@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from dflash import extract_vllm
 from dflash.config import DType, Extract, ExtractMachine, canonical, check
+from dflash.decode import lay_out
 from dflash.errors import UserError, entrypoint
 from dflash.features import Document, Shard, open_shard, shard_identity, write_shard
 from dflash.files import read_settings, sha256, text_sha256
@@ -297,6 +298,7 @@ def reading(
     model = load_model(
         target, settings.dtype, settings.trust_remote_code, parallel=machine.parallel
     )
+    lay_out(model)
     caught = list(settings.taps)
     if settings.last_hidden:
         check_final_norm(model)
