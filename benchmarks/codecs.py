@@ -3,8 +3,8 @@
     python benchmarks/codecs.py [--results results] [--work DIR] [--config FILE] [--quick] [--json]
 
 Needs a finished `extract` and `corpus` stage (make demo) whose features were stored losslessly. They
-are stored once more with every codec; then the drafter `demo` of the settings is trained on each and
-evaluated on the held-out prompts, by the stages' own entrypoints. `raw` and `int8` train with three
+are stored once more with every codec; then the drafter `demo` of the settings is trained on each by
+the train stage and decodes the held-out prompts as the evaluate stage does. `raw` and `int8` train with three
 seeds. `compact` gives the very same bits, so one seed is enough to see that it does. `ratio` is the
 pooled tau with raw features over that with the codec's. With --work, finished parts are kept and an
 interrupted run goes on.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dflash import config
 from dflash.features import open_shard, write_shard
-from dflash.files import read_json
+from dflash.files import read_json, write_json
 
 SEEDS = {"raw": (0, 1, 2), "compact": (0,), "int8": (0, 1, 2)}
 
@@ -78,18 +78,38 @@ def one(
         )
     out = folder / "heldout.json"
     if not out.exists():
-        stage(
-            *("evaluate", "--settings", config.stage_settings(workflow, "evaluate", "heldout")),
-            *("--machine", config.machine_settings(workflow, "evaluate"), "--threads", threads),
-            *("--identity", identity, "--drafter", folder / "drafter", "--task", "heldout"),
-            *("--prompts", *sorted((results / "corpus").glob("*.parquet")), "--out", out),
-        )
-    overall = read_json(out)["overall"]
+        asked = [str(x) for x in (results, folder / "drafter", out, threads)]
+        settings = config.stage_settings(workflow, "evaluate", "heldout")
+        subprocess.run([sys.executable, __file__, "--one", settings, *asked], check=True)
+    overall = read_json(out)
     size = sum(open_shard(m.with_suffix(".zarr")).size for m in manifests)
     return {"mean": overall["tau_mean"], "pooled": overall["tau_pooled"], "bytes": size}
 
 
+def evaluate(settings: str, results: Path, drafter: Path, out: Path, threads: int) -> None:
+    """The acceptance pass of the evaluate stage alone: speed and losslessness are not asked here."""
+    import torch
+
+    from dflash import acceptance
+    from dflash import evaluate as stage
+    from dflash.drafter import load_drafter
+    from dflash.target import load_model, read_identity
+
+    torch.set_num_threads(threads)
+    asked = config.check(stage.StageSettings, json.loads(settings), "evaluate")
+    identity = read_identity(results / "target" / "identity.json")
+    corpus = sorted(map(str, (results / "corpus").glob("*.parquet")))
+    prompts = stage.task_prompts("heldout", asked, corpus, identity)
+    decode = stage.Decoder(load_model(identity, asked.dtype), asked, identity.eos_token_ids)
+    rounded = load_drafter(drafter).to(torch.bfloat16).to(getattr(torch, asked.dtype))
+    cycles = [r.cycles for r in stage.decode_all(decode, rounded, prompts, 40)]
+    write_json(out, acceptance.figures(cycles, rounded.config.block_size))
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        settings, results, drafter, out, threads = sys.argv[2:]
+        return evaluate(settings, Path(results), Path(drafter), Path(out), int(threads))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

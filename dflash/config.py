@@ -383,7 +383,8 @@ class Task(Settings):
     def _together(self) -> Task:
         if self.dataset is None and (self.revision is not None or self.rows is not None):
             raise ValueError("revision and rows go with `dataset` only; remove them or name one")
-        if self.dataset is not None and "prompts_per_kind" in self.model_fields_set:
+        default = type(self).model_fields["prompts_per_kind"].default
+        if self.dataset is not None and self.prompts_per_kind != default:
             raise ValueError("prompts_per_kind does not go with `dataset`; allowed: rows")
         if self.path is not None and self.revision is not None:
             raise ValueError("revision belongs to the hub, and `path` to a local copy; give one")
