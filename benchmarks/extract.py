@@ -74,7 +74,7 @@ def one(system: str, args: argparse.Namespace, batch_tokens: int, last_hidden: b
             Taps(model, caught, torch.bfloat16) as taps,
             write_shard(path, identity, len(rows), sum(len(r.input_ids) for r in rows)) as writer,
         ):
-            for document in extract.documents(model, taps, rows, batches, 0, last_hidden):
+            for document in extract.documents(model, taps, rows, batches, last_hidden):
                 writer.add(document)
 
     @torch.inference_mode()

@@ -718,12 +718,7 @@ def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) 
             f"{where}: `corpus.heldout_share`: found 0; a task without a `path` of its own is measured "
             "on held-out prompts: raise it, or give every task a path"
         )
-    if workflow.extract.backend == "vllm" and workflow.machine.extract.parallel != "none":
-        raise UserError(
-            f"{where}: `machine.extract.parallel`: found {workflow.machine.extract.parallel} with "
-            "extract.backend vllm, which spreads a target by itself: set parallel to none, and "
-            "machine.extract.vllm.tensor_parallel or pipeline_parallel"
-        )
+    check_backend(workflow.extract, workflow.machine.extract, where)
     _check_measured(workflow, where)
     facts = facts or target_facts(workflow.target)
     for name, drafter in workflow.drafters.items():
@@ -747,6 +742,16 @@ def _check_measured(workflow: Workflow, where: str) -> None:
                 f"{where}: `evaluate.server.drafter`: found {e.server.drafter}; allowed: the drafter "
                 f"that the server drafts with, one of {', '.join(drafters)}"
             )
+
+
+def check_backend(extract: Extract, machine: ExtractMachine, where: str) -> None:
+    """Raises UserError where transformers' parallelism is asked for and vLLM is to run the target."""
+    if extract.backend == "vllm" and machine.parallel != "none":
+        raise UserError(
+            f"{where}: `machine.extract.parallel`: found {machine.parallel} with extract.backend vllm, which "
+            "spreads a target by itself: set parallel to none, and machine.extract.vllm.tensor_parallel "
+            "or pipeline_parallel"
+        )
 
 
 def check(model: type[T], data: Any, where: str) -> T:

@@ -99,9 +99,8 @@ def pack(
     if (pad_context is None) != (pad_blocks is None):
         raise ValueError("pad_context and pad_blocks make constant shapes only together")
     if pad_context is not None and pad_blocks is not None:
-        short_rows, short_blocks = _short(
-            documents, real_rows, real_blocks, pad_context, pad_blocks
-        )
+        check_room(real_rows, real_blocks, pad_context, pad_blocks)
+        short_rows, short_blocks = pad_context - real_rows, pad_blocks - real_blocks
     if short_rows:
         starts = np.append(starts, real_rows + short_rows)
     if short_blocks:
@@ -136,18 +135,11 @@ def _end_to_end(states: list[np.ndarray], rows: int, pin: bool) -> torch.Tensor:
     return out
 
 
-def _short(
-    documents: list[Document],
-    rows: int,
-    blocks: int,
-    pad_context: int,
-    pad_blocks: int,
-) -> tuple[int, int]:
-    """Rows and blocks missing to a constant shape."""
+def check_room(rows: int, blocks: int, pad_context: int, pad_blocks: int) -> None:
+    """Raises UserError when a pack of so many rows and blocks is larger than the constant shape."""
     if rows + 1 > pad_context or blocks > pad_blocks:
         raise UserError(
-            f"machine.train: a pack of {len(documents)} documents has {rows} tokens and {blocks} "
-            f"blocks, more than pad_context {pad_context} (one row of it is for the padding) and "
-            f"pad_blocks {pad_blocks} hold; raise them or lower micro_batch"
+            f"machine.train: packs have up to {rows} tokens and {blocks} blocks, more than pad_context "
+            f"{pad_context} (one row of it is for the padding) and pad_blocks {pad_blocks} hold; raise them "
+            "or lower micro_batch"
         )
-    return pad_context - rows, pad_blocks - blocks

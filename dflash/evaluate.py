@@ -438,6 +438,12 @@ def main(argv: list[str] | None) -> None:
     machine = config.check(config.EvaluateMachine, read_settings(args.machine), "machine.evaluate")
     identity = target.read_identity(args.identity)
     prompts = task_prompts(args.task, settings, args.prompts, identity)
+    target.check_positions(
+        identity,
+        max(len(p.prompt_ids) for p in prompts) + settings.max_new_tokens,
+        f"task {args.task}: the longest prompt and its answer",
+        "lower `corpus.max_prompt_tokens` or `evaluate.max_new_tokens`",
+    )
 
     device, dtype = target.default_device(), DTYPES[settings.dtype]
     drafter = load_drafter(args.drafter, device)

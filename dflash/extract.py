@@ -33,15 +33,28 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dflash import extract_vllm
-from dflash.config import DType, Extract, ExtractMachine, canonical, check
+from dflash.config import DType, Extract, ExtractMachine, canonical, check, check_backend
 from dflash.decode import lay_out
 from dflash.errors import UserError, entrypoint
-from dflash.features import Document, Shard, open_shard, shard_identity, write_shard
+from dflash.features import (
+    SAMPLE_ID,
+    Document,
+    Shard,
+    open_shard,
+    shard_identity,
+    write_shard,
+)
 from dflash.files import read_settings, sha256, text_sha256
 from dflash.progress import progress
-from dflash.regenerate import TokenRow, read_tokens
+from dflash.regenerate import AGAIN, TokenRow, read_tokens
 from dflash.taps import Taps, decoder, final_norm, rope_edge, run_decoder
-from dflash.target import Identity, is_out_of_memory, load_model, read_identity
+from dflash.target import (
+    Identity,
+    check_positions,
+    is_out_of_memory,
+    load_model,
+    read_identity,
+)
 
 MAX_PADDING = 0.05  # of all tokens that the target reads
 
@@ -55,6 +68,17 @@ class StageSettings(Extract):
     dtype: DType
     trust_remote_code: bool = False
     last_hidden: bool = False  # store the last layer's output, before the final norm
+
+
+def check_settings(settings: StageSettings, machine: ExtractMachine, target: Identity) -> None:
+    """Raises UserError for what a workflow refuses before any job, when the stage is run alone."""
+    taps, layers = settings.taps, target.num_hidden_layers
+    if len(set(taps)) != len(taps) or not all(0 <= i < layers for i in taps):
+        raise UserError(
+            f"--settings: `taps`: found {taps}; expected layer ids from 0 to {layers - 1} without repeats, "
+            f"as the target has {layers} layers; change the drafter's `taps`"
+        )
+    check_backend(settings, machine, "--settings")
 
 
 # --- which documents ----------------------------------------------------------------------------
@@ -71,20 +95,25 @@ def select(
     dropped = dict.fromkeys(
         ("documents_cut", "documents_too_short", "documents_without_supervision"), 0
     )
+    if not rows:
+        raise UserError(f"{where}: holds no document; {AGAIN}")
     kept: list[TokenRow] = []
     seen: set[str] = set()
     for row in rows:
+        if not SAMPLE_ID.fullmatch(row.sample_id):
+            raise UserError(
+                f"{where}: sample id {row.sample_id!r}, expected 16 of the digits 0 to 9 and a to f; {AGAIN}"
+            )
         if row.sample_id in seen:
             raise UserError(
-                f"{where}: sample {row.sample_id} occurs twice, expected distinct ones: delete the "
-                "file and run the regenerate stage again"
+                f"{where}: sample {row.sample_id} occurs twice, expected distinct ones; {AGAIN}"
             )
         seen.add(row.sample_id)
         low, high = (row.input_ids.min(), row.input_ids.max()) if len(row.input_ids) else (0, 0)
         if low < 0 or high >= vocab_size:
             raise UserError(
                 f"{where}: sample {row.sample_id} holds tokens {low} to {high}, the target has 0 "
-                f"to {vocab_size - 1}: delete the file and run the regenerate stage again"
+                f"to {vocab_size - 1}; {AGAIN}"
             )
         ids, mask = row.input_ids[:max_tokens], row.loss_mask[:max_tokens]
         if len(ids) < 2:
@@ -172,7 +201,7 @@ class Batches:
 
 @torch.inference_mode()
 def forward(
-    model: nn.Module, taps: Taps, rows: Sequence[TokenRow], pad_id: int
+    model: nn.Module, taps: Taps, rows: Sequence[TokenRow], pad_id: int = 0
 ) -> tuple[Tensor, torch.cuda.Event | None] | None:
     """Hidden states of documents read together: bfloat16 [B, S, T, H], padding included, on the host.
 
@@ -215,7 +244,6 @@ def documents(
     taps: Taps,
     rows: Sequence[TokenRow],
     batches: Batches,
-    pad_id: int,
     last_hidden: bool = False,
 ) -> Iterator[Document]:
     """Every row with its hidden states, in order; with `last_hidden`, the last tap is that state.
@@ -230,7 +258,7 @@ def documents(
         start, ready = 0, iter(())
         while start < len(rows):
             batch = rows[start : batches.end(rows, start)]
-            coming = thread.submit(forward, model, taps, batch, pad_id)
+            coming = thread.submit(forward, model, taps, batch)
             yield from ready
             ready, hidden = iter(()), coming.result()
             if hidden is None:
@@ -306,9 +334,7 @@ def reading(
     batches = Batches(machine.batch_tokens, rope_edge(model.config))
     with (
         Taps(model, caught, torch.bfloat16) as taps,
-        closing(
-            documents(model, taps, rows, batches, target.pad_token_id or 0, settings.last_hidden)
-        ) as found,
+        closing(documents(model, taps, rows, batches, settings.last_hidden)) as found,
     ):
         yield (
             found,
@@ -364,8 +390,15 @@ def main(argv: list[str] | None) -> None:
     manifest = args.manifest or args.out.with_suffix(".json")
     name = f"{args.out.parent.name}/{args.out.stem}"
     target = read_identity(args.identity)
+    check_settings(settings, machine, target)
     rows, dropped = select(
         read_tokens(args.tokens), settings.max_tokens, target.vocab_size, args.tokens
+    )
+    check_positions(
+        target,
+        len(rows[0].input_ids),
+        f"{args.tokens}: sample {rows[0].sample_id}",
+        "lower `extract.max_tokens` to cut such documents",
     )
     identity = shard_identity(
         target,

@@ -125,10 +125,11 @@ class Stream:
             self.masks.append(np.packbits(mask_P))
             teaches_P = mask_P if kept is None else mask_P & np.isin(ids_P, kept)
             self.learned.append(self.masks[-1] if kept is None else np.packbits(teaches_P))
-            usable = np.array([len(anchors.candidates(m)) > 0 for m in masks])
+            possible = np.array([len(anchors.candidates(m)) for m in masks], np.int32)
             where = np.full(len(lengths), number, np.int32), np.arange(len(lengths), dtype=np.int32)
-            columns.append((np.array(shard.sample_ids, "S"), *where, starts, lengths, usable))
-        ids, *numbers, usable = map(np.concatenate, zip(*columns, strict=True))
+            columns.append((np.array(shard.sample_ids, "S"), *where, starts, lengths, possible))
+        ids, *numbers = map(np.concatenate, zip(*columns, strict=True))
+        usable = numbers[-1] > 0
         # Sorted by id, so that the order does not depend on how documents lie in shards.
         order = np.argsort(ids, kind="stable")
         final = np.append(ids[order][1:] != ids[order][:-1], True)
@@ -142,7 +143,8 @@ class Stream:
                 "of fewer than two tokens; raise regenerate.max_new_tokens or check the prompts"
             )
         self.ids = ids[chosen]
-        self.shard, self.row, self.start, self.length = (x[chosen] for x in numbers)
+        self.shard, self.row, self.start, self.length, possible = (x[chosen] for x in numbers)
+        self.blocks = np.minimum(possible, anchors_per_document)
         widest = max(len(s.taps) for s in shards) + last_hidden
         self.row_bytes = 2 * shards[0].attributes["hidden_size"] * widest  # as read
         self._orders: dict[int, np.ndarray] = {}
@@ -156,15 +158,39 @@ class Stream:
     def place(self, position: int) -> Place:
         """Document number `position` of the stream."""
         epoch, i = divmod(position, len(self))
-        if epoch not in self._orders:
-            self._orders = {epoch: anchors.permutation(len(self), "documents", self.seed, epoch)}
-        i = self._orders[epoch][i]
+        i = self._order(epoch)[i]
         shard, start, length = int(self.shard[i]), int(self.start[i]), int(self.length[i])
         sample_id = self.ids[i].decode()
         mask_S = _bits(self.masks[shard], start, length)
         chosen_N = anchors.choose(mask_S, self.anchors_per_document, self.seed, epoch, sample_id)
         slots_NB = supervised_slots(_bits(self.learned[shard], start, length), chosen_N, self.block)
         return Place(sample_id, shard, int(self.row[i]), length, chosen_N, slots_NB.sum(0))
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The documents in the order of an epoch; int64."""
+        if epoch not in self._orders:
+            self._orders = {epoch: anchors.permutation(len(self), "documents", self.seed, epoch)}
+        return self._orders[epoch]
+
+    def largest_pack(
+        self, first: int, last: int, documents_per_step: int, micro_batch: int
+    ) -> tuple[int, int]:
+        """The most rows, and the most blocks, of any pack of steps first to last - 1."""
+        rows = blocks = 0
+        for step in range(first, last):
+            begin = step * documents_per_step
+            epochs = range(begin // len(self), (begin + documents_per_step - 1) // len(self) + 1)
+            at = np.concatenate(
+                [
+                    self._order(e)[max(0, begin - e * len(self)) :][:documents_per_step]
+                    for e in epochs
+                ]
+            )[:documents_per_step]
+            for i in range(0, documents_per_step, micro_batch):
+                part = at[i : i + micro_batch]
+                rows = max(rows, int(self.length[part].sum()))
+                blocks = max(blocks, int(self.blocks[part].sum()))
+        return rows, blocks
 
     def plan(
         self,

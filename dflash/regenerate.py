@@ -35,8 +35,15 @@ from dflash.corpus import Prompt, read_prompts, read_table
 from dflash.errors import UserError
 from dflash.files import read_settings, text_sha256, whole, write_json
 from dflash.progress import progress
-from dflash.target import Identity, is_out_of_memory, load_model, read_identity
+from dflash.target import (
+    Identity,
+    check_positions,
+    is_out_of_memory,
+    load_model,
+    read_identity,
+)
 
+AGAIN = "delete the file and run the regenerate stage again"
 SCHEMA = pa.schema(
     [
         ("sample_id", pa.string()),
@@ -266,8 +273,20 @@ def read_tokens(path: str | Path) -> list[TokenRow]:
     for name in SCHEMA.names:
         values = table[name].to_pylist()
         dtype = types.get(name)
+        for i, value in enumerate(values):
+            if value is None or (dtype and None in value):
+                raise UserError(
+                    f"{path}: row {i}: `{name}` has no value (null) where one is expected; {AGAIN}"
+                )
         columns.append([np.array(v, dtype=dtype) for v in values] if dtype else values)
-    return [TokenRow(*values) for values in zip(*columns, strict=True)]
+    rows = [TokenRow(*values) for values in zip(*columns, strict=True)]
+    for i, row in enumerate(rows):
+        if len(row.input_ids) != len(row.loss_mask):
+            raise UserError(
+                f"{path}: row {i}: `loss_mask` has {len(row.loss_mask)} values for {len(row.input_ids)} "
+                f"`input_ids`; {AGAIN}"
+            )
+    return rows
 
 
 # --- the stage ----------------------------------------------------------------------------------
@@ -320,6 +339,12 @@ def main(argv: list[str] | None) -> None:
     machine = check(RegenerateMachine, read_settings(args.machine), "--machine")
     identity = read_identity(args.identity)
     prompts = _checked_prompts(args.prompts, args.shard, identity)
+    check_positions(
+        identity,
+        max(len(p.prompt_ids) for p in prompts) + settings.max_new_tokens,
+        f"{args.prompts}: the longest prompt and its answer",
+        "lower `corpus.max_prompt_tokens` or `regenerate.max_new_tokens`",
+    )
 
     torch.set_num_threads(args.threads or machine.threads)
     model = load_model(identity, settings.dtype, settings.trust_remote_code)

