@@ -44,7 +44,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -454,25 +454,26 @@ def write_shard(
     manifest = Path(manifest) if manifest else path.with_suffix(".json")
     if documents < 1 or tokens < documents:
         raise ValueError(f"{path}: {documents} documents of {tokens} tokens make no shard")
-    with exclusive(path):
-        with whole(path, folder=True) as folder:
-            writer = ShardWriter(
-                folder,
-                path,
-                identity,
-                documents,
-                tokens,
-                dropped or {},
-                codec,
-                chunk_bytes or CHUNK_BYTES[codec],
-                slab_bytes,
-            )
-            with closing(writer):
-                yield writer
-                attributes = writer.finish()
-            # From here on an older manifest would speak of another shard.
-            manifest.unlink(missing_ok=True)
-        write_json(manifest, manifest_of(attributes, path))
+    with exclusive(path), ExitStack() as stack:
+        with _naming(path):
+            folder = stack.enter_context(whole(path, folder=True, outdated=manifest))
+        writer = ShardWriter(
+            folder,
+            path,
+            identity,
+            documents,
+            tokens,
+            dropped or {},
+            codec,
+            chunk_bytes or CHUNK_BYTES[codec],
+            slab_bytes,
+        )
+        with closing(writer):
+            yield writer
+            attributes = writer.finish()
+        with _naming(path):  # the caller's own errors are not ours to name
+            stack.close()
+            write_json(manifest, manifest_of(attributes, path))
 
 
 def manifest_of(attributes: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -830,6 +830,45 @@ def test_full_disk_leaves_the_good_shard_alone(tmp_path, coded, monkeypatch, fre
     verify(coded)
 
 
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_failure_at_the_very_end_leaves_the_good_shard_alone(
+    path, tmp_path, documents, monkeypatch, call, number
+):
+    before, real = everything(tmp_path), getattr(os, call)
+
+    def fail(*args):
+        if call == "fsync" or args[1] == path and ".old." not in args[0].name:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, call, fail)
+        with pytest.raises(UserError, match=rf"^{path}: the disk .*: free space"):
+            write(path, documents[:3])
+    assert everything(tmp_path) == before
+    verify(path)
+    write(path, documents[:3])
+    assert len(open_shard(path)) == 3
+
+
+def test_a_manifest_that_cannot_be_written_names_its_shard(path, documents, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(features, "write_json", fail)
+    with pytest.raises(UserError, match=rf"^{path}: the disk is full"):
+        write(path, documents[:3])
+    # The older manifest does not speak for the new shard.
+    assert not path.with_suffix(".json").exists() and verify(path)["documents"] == 3
+
+
+def test_errors_of_the_caller_stay_what_they_are(tmp_path):
+    with pytest.raises(OSError, match="no such model"):
+        with write_shard(tmp_path / "a.zarr", IDENTITY, 1, 1):
+            raise OSError("no such model")
+
+
 def test_a_limit_of_file_size_leaves_the_good_shard_alone(tmp_path, coded):
     documents = lifelike_documents(LENGTHS)
     before = everything(tmp_path)
