@@ -869,6 +869,38 @@ def test_errors_of_the_caller_stay_what_they_are(tmp_path):
             raise OSError("no such model")
 
 
+def test_a_link_to_a_shard_is_replaced_and_what_it_leads_to_stays(path, tmp_path, documents):
+    link = tmp_path / "link.zarr"
+    link.symlink_to(path)
+    # A writer that was killed left links, one of them to nothing.
+    for name, to in (
+        (".link.zarr.old.99999999.partial", path),
+        (".link.zarr.99999998.partial", "no"),
+    ):
+        (tmp_path / name).symlink_to(to)
+    for number in (3, 2):
+        write(link, documents[:number])
+        assert not link.is_symlink() and len(open_shard(link)) == number
+        assert len(open_shard(path)) == 8
+    link.with_suffix(".json").unlink()
+    shutil.rmtree(link)
+    link.symlink_to(tmp_path / "nothing")
+    write(link, documents[:3])
+    assert len(open_shard(link)) == 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_old_shard_that_cannot_be_removed_yet_goes_with_the_next_write(
+    path, tmp_path, documents, monkeypatch
+):
+    with monkeypatch.context() as m:
+        m.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EBUSY, "busy")))
+        write(path, documents[:3])
+        assert len(open_shard(path)) == 3 and list(tmp_path.glob(".*.old.*.partial"))
+    write(path, documents[:2])
+    assert len(open_shard(path)) == 2 and not list(tmp_path.glob(".*"))
+
+
 def test_a_limit_of_file_size_leaves_the_good_shard_alone(tmp_path, coded):
     documents = lifelike_documents(LENGTHS)
     before = everything(tmp_path)
