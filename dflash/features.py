@@ -94,6 +94,16 @@ RECORDS = (  # attributes that are not identity
     "arrays_sha256",
     "attributes_sha256",
 )
+ARRAYS = (
+    "hidden",
+    "last_hidden",
+    "token_scale",
+    "channel_scale",
+    "input_ids",
+    "loss_mask",
+    "offsets",
+    "sample_id",
+)
 COUNTS = (
     "documents",
     "tokens",
@@ -450,7 +460,7 @@ def write_shard(
     stored. Raises UserError for a second writer, for hidden states that are not finite and for a full
     disk.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     manifest = Path(manifest) if manifest else path.with_suffix(".json")
     if documents < 1 or tokens < documents:
         raise ValueError(f"{path}: {documents} documents of {tokens} tokens make no shard")
@@ -542,7 +552,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _size(path: Path) -> int:
     """Bytes of all files of a shard."""
-    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    return sum(f.stat().st_size for f in _files(path))
+
+
+def _files(path: Path) -> list[Path]:
+    """The shard's own files, without what file managers and people leave among them."""
+    names = (f for f in path.rglob("*") if f.name == "zarr.json" or f.name.isdecimal())
+    return [f for f in names if f.is_file()]
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -783,26 +799,56 @@ def open_shard(
     perhaps the `codec`. The manifest (default: beside the shard) must agree when it exists. Raises
     UserError that names each differing field or the damage.
     """
-    path = Path(path)
+    shard, differing = _open(path, expect, manifest)
+    if differing:
+        raise UserError(
+            f"{shard.path}: {differing}; see with `python -m dflash.features verify {shard.path}` "
+            "whether the shard is whole"
+        )
+    return shard
+
+
+def _open(
+    path: str | Path,
+    expect: Mapping[str, Any] | None = None,
+    manifest: str | Path | None = None,
+) -> tuple[Shard, str]:
+    """As `open_shard`; also says in what the manifest differs if that need not mean damage."""
+    path = Path(os.path.abspath(path))  # `.` has no name
+    if path.is_file():
+        raise UserError(f"{path}: is a file; give a shard, which is a folder SHARD.zarr")
     if not path.is_dir():
         raise UserError(f"{path}: no such shard; run the extract stage, which writes it")
     folder = _open_folder(path)
+    if not any(os.path.lexists(path / name) for name in ("zarr.json", *ARRAYS)):
+        raise UserError(
+            f"{path}: not a shard (zarr.json is missing); give the path of a SHARD.zarr"
+        )
     attributes = _attributes(path, folder)
     found = _identity(attributes) | {"codec": attributes["codec"]}
     _check_expected(path, found, expect or {})
     for name, sha256 in attributes["arrays_sha256"].items():
         _check_array(path, name, _metadata(path, folder, name, sha256), attributes)
     manifest = Path(manifest) if manifest else path.with_suffix(".json")
+    differing = ""
     if manifest.exists():
         found, wanted = read_json(manifest), manifest_of(attributes, path)
         if found != wanted:
             found = found if isinstance(found, dict) else {}
             keys = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
-            raise _damage(path, f"differs from its manifest {manifest} in {', '.join(keys)}")
+            differing = f"differs from its manifest {manifest} in "
+            if not {"content_sha256", *COUNTS}.isdisjoint(keys):
+                raise _damage(path, differing + ", ".join(keys))
+            differing += ", ".join(
+                f"{key} ({found.get(key)!r} there, {wanted[key]!r} here)"
+                if key in ("shard", "bytes")
+                else key
+                for key in keys
+            )
     shard = Shard(path, attributes)
     _ = shard.offsets  # checks them
     shard.close()  # thousands of shards may be open: each holds something only once it is read
-    return shard
+    return shard, differing
 
 
 def _damage(path: Path, what: str) -> UserError:
@@ -920,9 +966,9 @@ def _check_array(
 def verify(path: str | Path) -> dict[str, Any]:
     """Read all of a shard and check every checksum, count, value and offset; returns its manifest.
 
-    Raises UserError at the first damage.
+    Raises UserError at the first damage, and for a whole shard whose manifest says anything else.
     """
-    shard = open_shard(path)
+    shard, differing = _open(path)
     _ = shard.offsets, shard.sample_ids  # checks them
     names = [n for n in ("hidden", "last_hidden") if n in shard.attributes["arrays_sha256"]]
     crc32c, tokens = dict.fromkeys(names, 0), shard.counts["tokens"]
@@ -942,6 +988,11 @@ def verify(path: str | Path) -> dict[str, Any]:
     )
     if content != shard.content_sha256:
         raise shard._damaged("what is stored is not what the attributes' content_sha256 names")
+    if differing:
+        raise UserError(
+            f"{shard.path}: whole, but {differing}; undo what was renamed, or delete the manifest "
+            "alone and run extract again, which writes a new one"
+        )
     return manifest_of(shard.attributes, shard.path)
 
 
@@ -950,7 +1001,7 @@ def verify(path: str | Path) -> dict[str, Any]:
 
 def _inspect(path: Path) -> None:
     shard = open_shard(path)
-    files = sum(f.is_file() for f in path.rglob("*"))
+    files = len(_files(shard.path))
     hidden = shard._array("hidden").form
     print(f"{path}: {FORMAT} version {FORMAT_VERSION}, codec {shard.attributes['codec']}")
     for part in ("identity", "counts", "versions"):

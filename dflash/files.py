@@ -83,7 +83,7 @@ def whole(
     `outdated`, a file that speaks of the old one, goes at the same moment. On any error the sibling is
     removed and what was there stays as it was.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))  # `.` has no name
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
@@ -112,7 +112,7 @@ def scratch(path: str | Path) -> Iterator[Path]:
 
     What killed processes left of it is removed by the next one that asks for the same path.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))  # `.` has no name
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path)
     folder = path.parent.resolve() / f".{path.name}.{os.getpid()}.partial"

@@ -540,6 +540,63 @@ def test_manifest_of_another_shard(path, tmp_path, documents):
     assert len(open_shard(path)) == 8
 
 
+def test_what_is_no_shard_is_not_to_be_deleted(path, tmp_path, capsys):
+    for given, words in (
+        (tmp_path, "not a shard .*; give the path of a SHARD.zarr"),
+        (path.with_suffix(".json"), "is a file; give a shard"),
+        (path / "zarr.json", "is a file; give a shard"),
+    ):
+        for command in ("inspect", "verify"):
+            with pytest.raises(UserError, match=rf"^{given}: {words}") as e:
+                features.main([command, str(given)])
+            assert "delete" not in str(e.value)
+
+
+def test_a_renamed_shard_is_whole(path, tmp_path):
+    renamed = tmp_path / "b.zarr"
+    path.rename(renamed)
+    path.with_suffix(".json").rename(renamed.with_suffix(".json"))
+    with pytest.raises(
+        UserError, match="in shard .'00000-of-00001.zarr' there, 'b.zarr' here.; .* verify"
+    ):
+        open_shard(renamed)
+    with pytest.raises(UserError, match="whole, but differs .* in shard .*the manifest alone"):
+        verify(renamed)
+    renamed.with_suffix(".json").unlink()
+    verify(renamed)
+    os.truncate(renamed / "hidden/c/0/0/0", 99)
+    with pytest.raises(UserError, match="damaged: .*delete this folder"):
+        verify(renamed)
+
+
+def test_another_size_than_the_manifest_says_is_looked_into(path):
+    manifest = path.with_suffix(".json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bytes": 5}))
+    with pytest.raises(UserError, match="in bytes .5 there, .* here.; see with .* verify"):
+        open_shard(path)
+    with pytest.raises(UserError, match="whole, but"):
+        verify(path)
+    os.truncate(path / "hidden/c/0/0/0", 99)
+    with pytest.raises(UserError, match="delete this folder"):
+        verify(path)
+
+
+def test_strange_files_do_no_harm(path):
+    for folder in (path, path / "hidden", path / "hidden/c"):
+        (folder / ".DS_Store").write_bytes(b"12345")
+    assert open_shard(path).size == verify(path)["bytes"]
+
+
+def test_a_shard_is_opened_and_written_from_within(path, documents, monkeypatch, capsys):
+    monkeypatch.chdir(path)
+    features.main(["inspect", "."])
+    features.main(["verify", "."])
+    assert ".: fine: 8 documents" in capsys.readouterr().out
+    write(Path(), documents[:3])
+    assert len(open_shard(path)) == 3
+    assert {p.name for p in path.parent.iterdir()} == {path.name, f"{path.stem}.json"}
+
+
 def test_counts_that_contradict_the_arrays(path):
     counts = open_shard(path).counts
     path.with_suffix(".json").unlink()
