@@ -295,7 +295,7 @@ def test_int8_keeps_extremes_or_refuses_them(tmp_path):
     write(tmp_path / "a.zarr", [d], codec="int8")
     assert np.array_equal(open_shard(tmp_path / "a.zarr").read(0).hidden[[0, 2]], d.hidden[[0, 2]])
     values[0], values[1] = 1e38, [1, 100, *[0] * (H - 2)]
-    values[2] = [3.4e38 * 127 / 150, 3.38e38, *[0] * (H - 2)]  # 1.5 steps would become 2
+    values[2], values[2, :, 1] = 0.6 * 3.38e38, 3.38e38  # 67.56 steps would become 68
     d = replace(d, hidden=rounded(values[1:]), input_ids=d.input_ids[1:], loss_mask=d.loss_mask[1:])
     with pytest.raises(UserError, match="largest bf16 number, .* set `extract.codec: compact`"):
         write(tmp_path / "b.zarr", [d], codec="int8")
