@@ -796,14 +796,14 @@ def open_shard(
     """Open a shard after checking that it is whole and what is wanted; reads a few small files.
 
     `expect` gives identity fields that must be equal (see `store_identity`, `shard_identity`), and
-    perhaps the `codec`. The manifest (default: beside the shard) must agree when it exists. Raises
-    UserError that names each differing field or the damage.
+    perhaps the `codec`. A manifest that is given must exist and agree, one beside the shard must agree
+    if it exists. Raises UserError that names each differing field or the damage.
     """
     shard, differing = _open(path, expect, manifest)
     if differing:
         raise UserError(
-            f"{shard.path}: {differing}; see with `python -m dflash.features verify {shard.path}` "
-            "whether the shard is whole"
+            f"{shard.path}: {differing}; `python -m dflash.features verify {shard.path}` tells whether "
+            "it is damaged"
         )
     return shard
 
@@ -829,8 +829,12 @@ def _open(
     _check_expected(path, found, expect or {})
     for name, sha256 in attributes["arrays_sha256"].items():
         _check_array(path, name, _metadata(path, folder, name, sha256), attributes)
-    manifest = Path(manifest) if manifest else path.with_suffix(".json")
+    given, manifest = bool(manifest), Path(manifest or path.with_suffix(".json"))
     differing = ""
+    if given and not manifest.exists():
+        raise UserError(
+            f"{path}: its manifest {manifest} is missing; run the extract stage, which writes one"
+        )
     if manifest.exists():
         found, wanted = read_json(manifest), manifest_of(attributes, path)
         if found != wanted:

@@ -140,7 +140,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not JSON ({e}); delete it and run its stage again") from None
 
 

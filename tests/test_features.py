@@ -533,10 +533,13 @@ def test_manifest_of_another_shard(path, tmp_path, documents):
     path.with_suffix(".json").write_text("[1]")
     with pytest.raises(UserError, match="differs from its manifest"):
         open_shard(path)
-    path.with_suffix(".json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        open_shard(path)
+    for text in ("{", "[" * 100_000):
+        path.with_suffix(".json").write_text(text)
+        with pytest.raises(UserError, match="not JSON"):
+            open_shard(path)
     path.with_suffix(".json").unlink()
+    with pytest.raises(UserError, match=r"its manifest .*00000-of-00001.json is missing; run the"):
+        open_shard(path, manifest=path.with_suffix(".json"))
     assert len(open_shard(path)) == 8
 
 
@@ -572,7 +575,9 @@ def test_a_renamed_shard_is_whole(path, tmp_path):
 def test_another_size_than_the_manifest_says_is_looked_into(path):
     manifest = path.with_suffix(".json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bytes": 5}))
-    with pytest.raises(UserError, match="in bytes .5 there, .* here.; see with .* verify"):
+    with pytest.raises(
+        UserError, match="in bytes .5 there, .* here.; .* verify .* tells whether it is dam"
+    ):
         open_shard(path)
     with pytest.raises(UserError, match="whole, but"):
         verify(path)
