@@ -995,7 +995,8 @@ def verify(path: str | Path) -> dict[str, Any]:
     if differing:
         raise UserError(
             f"{shard.path}: whole, but {differing}; undo what was renamed, or delete the manifest "
-            "alone and run extract again, which writes a new one"
+            "alone and run `python -m dflash.extract`, which writes a new one (Snakemake would first "
+            "remove the shard)"
         )
     return manifest_of(shard.attributes, shard.path)
 
