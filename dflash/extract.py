@@ -42,9 +42,10 @@ from dflash.features import (
     Shard,
     open_shard,
     shard_identity,
+    verify,
     write_shard,
 )
-from dflash.files import read_settings, sha256, text_sha256
+from dflash.files import read_settings, sha256, text_sha256, write_json
 from dflash.progress import progress
 from dflash.regenerate import AGAIN, TokenRow, read_tokens
 from dflash.taps import Taps, decoder, final_norm, rope_edge, run_decoder
@@ -350,15 +351,27 @@ def reading(
 def finished(
     out: Path, manifest: Path, identity: dict[str, Any], rows: Sequence[TokenRow]
 ) -> Shard | None:
-    """The shard, if it is already there, whole and exactly what would be made; else say why not."""
-    if not out.exists() or not manifest.exists():
+    """The shard, if it is already there and exactly what would be made; else say why not.
+
+    A shard without a manifest, as a kill between the two leaves it, is read whole and gets one.
+    """
+    lost = not manifest.exists()
+    if lost and not os.path.lexists(out):
         return None
     try:
-        shard = open_shard(out, identity, manifest)
+        shard = open_shard(out, identity, None if lost else manifest)
+        if shard.sample_ids != [row.sample_id for row in rows]:
+            raise UserError(
+                f"{out}: its {len(shard)} documents are not the {len(rows)} that are asked for, in "
+                "their order"
+            )
+        if lost:
+            write_json(manifest, verify(out))
+            print(f"extract: {out} is whole, its manifest was missing and is written again")
     except UserError as e:
         print(f"extract: making the shard anew, because {e}", flush=True)
         return None
-    return shard if shard.sample_ids == [row.sample_id for row in rows] else None
+    return shard
 
 
 def _report(dropped: dict[str, int], max_tokens: int) -> str:
@@ -413,7 +426,10 @@ def main(argv: list[str] | None) -> None:
     if machine.parallel == "tensor":  # torchrun's numbers
         rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if finished(args.out, manifest, wanted, rows):
-        print(f"extract {name}: {args.out} is already there and whole; nothing to do")
+        print(
+            f"extract {name}: {args.out} is already there, its checksums are checked when it is read; "
+            "nothing to do"
+        )
         return
     tokens = sum(len(row.input_ids) for row in rows)
     threads = max(1, (args.threads or machine.threads) // ranks)

@@ -44,7 +44,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,6 +93,16 @@ RECORDS = (  # attributes that are not identity
     "content_sha256",
     "arrays_sha256",
     "attributes_sha256",
+)
+ARRAYS = (
+    "hidden",
+    "last_hidden",
+    "token_scale",
+    "channel_scale",
+    "input_ids",
+    "loss_mask",
+    "offsets",
+    "sample_id",
 )
 COUNTS = (
     "documents",
@@ -450,29 +460,30 @@ def write_shard(
     stored. Raises UserError for a second writer, for hidden states that are not finite and for a full
     disk.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))
     manifest = Path(manifest) if manifest else path.with_suffix(".json")
     if documents < 1 or tokens < documents:
         raise ValueError(f"{path}: {documents} documents of {tokens} tokens make no shard")
-    with exclusive(path):
-        with whole(path, folder=True) as folder:
-            writer = ShardWriter(
-                folder,
-                path,
-                identity,
-                documents,
-                tokens,
-                dropped or {},
-                codec,
-                chunk_bytes or CHUNK_BYTES[codec],
-                slab_bytes,
-            )
-            with closing(writer):
-                yield writer
-                attributes = writer.finish()
-            # From here on an older manifest would speak of another shard.
-            manifest.unlink(missing_ok=True)
-        write_json(manifest, manifest_of(attributes, path))
+    with exclusive(path), ExitStack() as stack:
+        with _naming(path):
+            folder = stack.enter_context(whole(path, folder=True, outdated=manifest))
+        writer = ShardWriter(
+            folder,
+            path,
+            identity,
+            documents,
+            tokens,
+            dropped or {},
+            codec,
+            chunk_bytes or CHUNK_BYTES[codec],
+            slab_bytes,
+        )
+        with closing(writer):
+            yield writer
+            attributes = writer.finish()
+        with _naming(path):  # the caller's own errors are not ours to name
+            stack.close()
+            write_json(manifest, manifest_of(attributes, path))
 
 
 def manifest_of(attributes: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -541,7 +552,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _size(path: Path) -> int:
     """Bytes of all files of a shard."""
-    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    return sum(f.stat().st_size for f in _files(path))
+
+
+def _files(path: Path) -> list[Path]:
+    """The shard's own files, without what file managers and people leave among them."""
+    names = (f for f in path.rglob("*") if f.name == "zarr.json" or f.name.isdecimal())
+    return [f for f in names if f.is_file()]
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -779,29 +796,63 @@ def open_shard(
     """Open a shard after checking that it is whole and what is wanted; reads a few small files.
 
     `expect` gives identity fields that must be equal (see `store_identity`, `shard_identity`), and
-    perhaps the `codec`. The manifest (default: beside the shard) must agree when it exists. Raises
-    UserError that names each differing field or the damage.
+    perhaps the `codec`. A manifest that is given must exist and agree, one beside the shard must agree
+    if it exists. Raises UserError that names each differing field or the damage.
     """
-    path = Path(path)
+    shard, differing = _open(path, expect, manifest)
+    if differing:
+        raise UserError(
+            f"{shard.path}: {differing}; `python -m dflash.features verify {shard.path}` tells whether "
+            "it is damaged"
+        )
+    return shard
+
+
+def _open(
+    path: str | Path,
+    expect: Mapping[str, Any] | None = None,
+    manifest: str | Path | None = None,
+) -> tuple[Shard, str]:
+    """As `open_shard`; also says in what the manifest differs if that need not mean damage."""
+    path = Path(os.path.abspath(path))  # `.` has no name
+    if path.is_file():
+        raise UserError(f"{path}: is a file; give a shard, which is a folder SHARD.zarr")
     if not path.is_dir():
         raise UserError(f"{path}: no such shard; run the extract stage, which writes it")
     folder = _open_folder(path)
+    if not any(os.path.lexists(path / name) for name in ("zarr.json", *ARRAYS)):
+        raise UserError(
+            f"{path}: not a shard (zarr.json is missing); give the path of a SHARD.zarr"
+        )
     attributes = _attributes(path, folder)
     found = _identity(attributes) | {"codec": attributes["codec"]}
     _check_expected(path, found, expect or {})
     for name, sha256 in attributes["arrays_sha256"].items():
         _check_array(path, name, _metadata(path, folder, name, sha256), attributes)
-    manifest = Path(manifest) if manifest else path.with_suffix(".json")
+    given, manifest = bool(manifest), Path(manifest or path.with_suffix(".json"))
+    differing = ""
+    if given and not manifest.exists():
+        raise UserError(
+            f"{path}: its manifest {manifest} is missing; run the extract stage, which writes one"
+        )
     if manifest.exists():
         found, wanted = read_json(manifest), manifest_of(attributes, path)
         if found != wanted:
             found = found if isinstance(found, dict) else {}
             keys = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
-            raise _damage(path, f"differs from its manifest {manifest} in {', '.join(keys)}")
+            differing = f"differs from its manifest {manifest} in "
+            if not {"content_sha256", *COUNTS}.isdisjoint(keys):
+                raise _damage(path, differing + ", ".join(keys))
+            differing += ", ".join(
+                f"{key} ({found.get(key)!r} there, {wanted[key]!r} here)"
+                if key in ("shard", "bytes")
+                else key
+                for key in keys
+            )
     shard = Shard(path, attributes)
     _ = shard.offsets  # checks them
     shard.close()  # thousands of shards may be open: each holds something only once it is read
-    return shard
+    return shard, differing
 
 
 def _damage(path: Path, what: str) -> UserError:
@@ -919,9 +970,9 @@ def _check_array(
 def verify(path: str | Path) -> dict[str, Any]:
     """Read all of a shard and check every checksum, count, value and offset; returns its manifest.
 
-    Raises UserError at the first damage.
+    Raises UserError at the first damage, and for a whole shard whose manifest says anything else.
     """
-    shard = open_shard(path)
+    shard, differing = _open(path)
     _ = shard.offsets, shard.sample_ids  # checks them
     names = [n for n in ("hidden", "last_hidden") if n in shard.attributes["arrays_sha256"]]
     crc32c, tokens = dict.fromkeys(names, 0), shard.counts["tokens"]
@@ -941,6 +992,12 @@ def verify(path: str | Path) -> dict[str, Any]:
     )
     if content != shard.content_sha256:
         raise shard._damaged("what is stored is not what the attributes' content_sha256 names")
+    if differing:
+        raise UserError(
+            f"{shard.path}: whole, but {differing}; undo what was renamed, or delete the manifest "
+            "alone and run `python -m dflash.extract`, which writes a new one (Snakemake would first "
+            "remove the shard)"
+        )
     return manifest_of(shard.attributes, shard.path)
 
 
@@ -949,7 +1006,7 @@ def verify(path: str | Path) -> dict[str, Any]:
 
 def _inspect(path: Path) -> None:
     shard = open_shard(path)
-    files = sum(f.is_file() for f in path.rglob("*"))
+    files = len(_files(shard.path))
     hidden = shard._array("hidden").form
     print(f"{path}: {FORMAT} version {FORMAT_VERSION}, codec {shard.attributes['codec']}")
     for part in ("identity", "counts", "versions"):

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,55 @@ def _clear_leftovers(path: Path) -> None:
         match = own.fullmatch(old.name)  # `a.b` begins like `a`, and is another's
         if not match or (Path(f"/proc/{match[1]}").exists() and int(match[1]) != os.getpid()):
             continue
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link (not what it leads to) or a folder, of which something may have to stay.
+
+    NFS keeps what others have open. It goes with the next writer's leftovers.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replace(temporary: Path, path: Path, outdated: Path | None) -> None:
+    """Let a finished folder take its place, without `outdated`. If that fails, all is as before."""
+    moving = [outdated] if outdated and os.path.lexists(outdated) else []
+    if (
+        path.is_dir() or path.is_symlink()
+    ):  # rename replaces no link and no folder that holds something
+        moving.append(path)
+    aside: list[tuple[Path, Path]] = []
+    try:
+        for old in moving:
+            away = old.parent / f".{old.name}.old.{os.getpid()}.partial"
+            os.rename(old, away)
+            aside.append((old, away))
+        os.rename(temporary, path)
+    except BaseException:
+        for old, away in reversed(aside):
+            with suppress(OSError):
+                os.rename(away, old)
+        raise
+    for _, away in aside:
+        with suppress(OSError):
+            _remove(away)
 
 
 @contextmanager
-def whole(path: str | Path, folder: bool = False) -> Iterator[Path]:
+def whole(
+    path: str | Path, folder: bool = False, outdated: str | Path | None = None
+) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to; on success it becomes `path`.
 
-    With `folder`, the sibling is a new folder and replaces a folder at `path`. On any error the
-    sibling is removed and `path` stays as it was.
+    With `folder`, the sibling is a new folder and replaces a folder at `path`, or a link to one;
+    `outdated`, a file that speaks of the old one, goes at the same moment. On any error the sibling is
+    removed and what was there stays as it was.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))  # `.` has no name
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
@@ -57,19 +95,14 @@ def whole(path: str | Path, folder: bool = False) -> Iterator[Path]:
             for sub in sorted(temporary.rglob("*"), reverse=True):
                 _fsync(sub)
         _fsync(temporary)
-        if folder and path.is_dir():  # rename cannot replace a folder that holds something
-            old = path.parent / f".{path.name}.old.{os.getpid()}.partial"
-            os.rename(path, old)
-            os.rename(temporary, path)
-            shutil.rmtree(old)
+        if folder:
+            _replace(temporary, path, Path(outdated) if outdated else None)
         else:
             os.replace(temporary, path)
         _fsync(path.parent)
     except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            _remove(temporary)
         raise
 
 
@@ -79,7 +112,7 @@ def scratch(path: str | Path) -> Iterator[Path]:
 
     What killed processes left of it is removed by the next one that asks for the same path.
     """
-    path = Path(path)
+    path = Path(os.path.abspath(path))  # `.` has no name
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path)
     folder = path.parent.resolve() / f".{path.name}.{os.getpid()}.partial"
@@ -107,7 +140,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not JSON ({e}); delete it and run its stage again") from None
 
 

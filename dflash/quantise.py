@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 STEPS = 127  # -128 is never made: it is the fill value
+SQUARED = (1e-15, 1e15)  # root mean squares that float32 finds well by way of squares
 BLOCK_BYTES = 1 << 18  # of float32 at a time, which stay in a core's cache
 
 
@@ -32,18 +33,25 @@ def quantise(bits_CTH: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         x = _widen(bits_CTH[rows])
         norm = np.sqrt(np.einsum("cth,cth->ct", x, x) / np.float32(channels))
         np.abs(x, out=x)
+        odd = ~((norm > SQUARED[0]) & (norm < SQUARED[1]))
+        if odd.any():
+            norm[odd] = _norm(x[odd])
         x /= np.where(norm > 0, norm, np.float32(np.inf))[
             ..., None
         ]  # zeros say nothing of channels
         np.maximum(channel_TH, x.max(0), out=channel_TH)
-    channel_bits_TH = _narrow(_or_one(channel_TH))
-    channel_TH = _widen(channel_bits_TH)  # what is read later
+    channel_TH = _or_one(_widen(_narrow(channel_TH)))  # what is read later
+    channel_bits_TH = _narrow(channel_TH.copy())  # exact
     token_CT = np.empty(bits_CTH.shape[:2], np.float32)
     q_CTH = np.empty(bits_CTH.shape, np.int8)
     for rows in _blocks(bits_CTH):
         x = _widen(bits_CTH[rows])
         x /= channel_TH
-        token_CT[rows] = _or_one(np.abs(x).max(-1) / np.float32(STEPS))
+        most = np.abs(x).max(-1)
+        token = most / np.float32(STEPS)
+        # Rounded up where it was rounded down: subnormal numbers would lose much, and pass 127 steps.
+        token = np.where(token * np.float32(STEPS) < most, np.nextafter(token, most), token)
+        token_CT[rows] = _or_one(token)
         x /= token_CT[rows, :, None]
         np.rint(x, out=q_CTH[rows], casting="unsafe")
     return q_CTH, token_CT, channel_bits_TH
@@ -58,6 +66,13 @@ def dequantise(q_STH: np.ndarray, token_ST: np.ndarray, channel_bits_TH: np.ndar
         x *= token_ST[rows, :, None]
         bits_STH[rows] = _narrow(x)
     return bits_STH
+
+
+def _norm(x_NH: np.ndarray) -> np.ndarray:
+    """Root mean square of magnitudes whose squares float32 cannot hold."""
+    most = x_NH.max(-1, keepdims=True)
+    x_NH = x_NH / _or_one(most)
+    return most[:, 0] * np.sqrt((x_NH * x_NH).mean(-1))
 
 
 def _blocks(array: np.ndarray) -> Iterator[slice]:

@@ -299,7 +299,8 @@ def test_a_finished_shard_is_left_alone(run, monkeypatch, capsys):
     with monkeypatch.context() as m:
         m.setattr(extract, "load_model", lambda *_, **__: pytest.fail("loaded the model again"))
         run(rows, batch_tokens=77)
-    assert "already there and whole; nothing to do" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "already there, its checksums are checked when it is read; nothing to do" in said
     assert {f: f.stat().st_mtime_ns for f in path.rglob("*")} == before
     # Other settings, other tokens, or damage: made again, saying why.
     for change, words in (
@@ -312,9 +313,50 @@ def test_a_finished_shard_is_left_alone(run, monkeypatch, capsys):
         assert "making the shard anew, because" in said and words in said
     shard = open_shard(path)
     assert shard.taps == [1] and len(shard) == 5 and shard.read(4)
-    path.with_suffix(".json").unlink()  # killed between shard and manifest
-    run(rows[:5], taps=[1])
-    assert path.with_suffix(".json").exists()
+
+
+def test_a_whole_shard_without_its_manifest_gets_one(run, monkeypatch, capsys):
+    rows = some_rows()
+    path = run(rows)
+    manifest = path.with_suffix(".json")
+    text, before = manifest.read_text(), {f: f.stat().st_mtime_ns for f in path.rglob("*")}
+    manifest.unlink()  # killed between shard and manifest
+    with monkeypatch.context() as m:
+        m.setattr(extract, "load_model", lambda *_, **__: pytest.fail("loaded the model again"))
+        run(rows)
+    assert manifest.read_text() == text
+    assert {f: f.stat().st_mtime_ns for f in path.rglob("*")} == before
+    assert "is whole, its manifest was missing and is written again" in capsys.readouterr().out
+    # Not if it is damaged where only reading shows it, or anything else.
+    last = sorted(path.glob("hidden/c/*/0/0"))[-1]
+    last.write_bytes(bytes([last.read_bytes()[0] ^ 1]) + last.read_bytes()[1:])
+    manifest.unlink()
+    run(rows)
+    said = capsys.readouterr().out
+    assert "making the shard anew, because" in said and "a checksum is wrong" in said
+    manifest.unlink()
+    run(rows, taps=[1])
+    said = capsys.readouterr().out
+    assert "making the shard anew, because" in said and "[1] is asked for" in said
+    assert features.verify(path)["taps"] == [1]
+
+
+def test_why_a_shard_is_made_anew_is_always_said(run, monkeypatch, capsys):
+    rows = some_rows()
+    path = run(rows)
+    select = extract.select
+    with monkeypatch.context() as m:  # a newer program selects other documents from the same file
+        m.setattr(extract, "select", lambda *a: (select(*a)[0][1:], select(*a)[1]))
+        run(rows)
+    said = capsys.readouterr().out
+    assert f"anew, because {path}: its 8 documents are not the 7 that are asked for" in said
+    assert len(open_shard(path)) == 7
+    for file in sorted(path.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    path.rmdir()
+    run(rows)
+    said = capsys.readouterr().out
+    assert f"anew, because {path}: no such shard" in said
 
 
 class Memory:

@@ -295,7 +295,7 @@ def test_int8_keeps_extremes_or_refuses_them(tmp_path):
     write(tmp_path / "a.zarr", [d], codec="int8")
     assert np.array_equal(open_shard(tmp_path / "a.zarr").read(0).hidden[[0, 2]], d.hidden[[0, 2]])
     values[0], values[1] = 1e38, [1, 100, *[0] * (H - 2)]
-    values[2] = [3.4e38 * 127 / 150, 3.38e38, *[0] * (H - 2)]  # 1.5 steps would become 2
+    values[2], values[2, :, 1] = 0.6 * 3.38e38, 3.38e38  # 67.56 steps would become 68
     d = replace(d, hidden=rounded(values[1:]), input_ids=d.input_ids[1:], loss_mask=d.loss_mask[1:])
     with pytest.raises(UserError, match="largest bf16 number, .* set `extract.codec: compact`"):
         write(tmp_path / "b.zarr", [d], codec="int8")
@@ -533,11 +533,73 @@ def test_manifest_of_another_shard(path, tmp_path, documents):
     path.with_suffix(".json").write_text("[1]")
     with pytest.raises(UserError, match="differs from its manifest"):
         open_shard(path)
-    path.with_suffix(".json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        open_shard(path)
+    for text in ("{", "[" * 100_000):
+        path.with_suffix(".json").write_text(text)
+        with pytest.raises(UserError, match="not JSON"):
+            open_shard(path)
     path.with_suffix(".json").unlink()
+    with pytest.raises(UserError, match=r"its manifest .*00000-of-00001.json is missing; run the"):
+        open_shard(path, manifest=path.with_suffix(".json"))
     assert len(open_shard(path)) == 8
+
+
+def test_what_is_no_shard_is_not_to_be_deleted(path, tmp_path, capsys):
+    for given, words in (
+        (tmp_path, "not a shard .*; give the path of a SHARD.zarr"),
+        (path.with_suffix(".json"), "is a file; give a shard"),
+        (path / "zarr.json", "is a file; give a shard"),
+    ):
+        for command in ("inspect", "verify"):
+            with pytest.raises(UserError, match=rf"^{given}: {words}") as e:
+                features.main([command, str(given)])
+            assert "delete" not in str(e.value)
+
+
+def test_a_renamed_shard_is_whole(path, tmp_path):
+    renamed = tmp_path / "b.zarr"
+    path.rename(renamed)
+    path.with_suffix(".json").rename(renamed.with_suffix(".json"))
+    with pytest.raises(
+        UserError, match="in shard .'00000-of-00001.zarr' there, 'b.zarr' here.; .* verify"
+    ):
+        open_shard(renamed)
+    with pytest.raises(UserError, match="whole, but differs .* in shard .*the manifest alone"):
+        verify(renamed)
+    renamed.with_suffix(".json").unlink()
+    verify(renamed)
+    os.truncate(renamed / "hidden/c/0/0/0", 99)
+    with pytest.raises(UserError, match="damaged: .*delete this folder"):
+        verify(renamed)
+
+
+def test_another_size_than_the_manifest_says_is_looked_into(path):
+    manifest = path.with_suffix(".json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bytes": 5}))
+    with pytest.raises(
+        UserError, match="in bytes .5 there, .* here.; .* verify .* tells whether it is dam"
+    ):
+        open_shard(path)
+    with pytest.raises(UserError, match="whole, but"):
+        verify(path)
+    os.truncate(path / "hidden/c/0/0/0", 99)
+    with pytest.raises(UserError, match="delete this folder"):
+        verify(path)
+
+
+def test_strange_files_do_no_harm(path):
+    for folder in (path, path / "hidden", path / "hidden/c"):
+        (folder / ".DS_Store").write_bytes(b"12345")
+    assert open_shard(path).size == verify(path)["bytes"]
+
+
+def test_a_shard_is_opened_and_written_from_within(path, documents, monkeypatch, capsys):
+    monkeypatch.chdir(path)
+    features.main(["inspect", "."])
+    features.main(["verify", "."])
+    assert ".: fine: 8 documents" in capsys.readouterr().out
+    write(Path(), documents[:3])
+    assert len(open_shard(path)) == 3
+    assert {p.name for p in path.parent.iterdir()} == {path.name, f"{path.stem}.json"}
 
 
 def test_counts_that_contradict_the_arrays(path):
@@ -828,6 +890,77 @@ def test_full_disk_leaves_the_good_shard_alone(tmp_path, coded, monkeypatch, fre
     monkeypatch.undo()
     assert everything(tmp_path) == before
     verify(coded)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_failure_at_the_very_end_leaves_the_good_shard_alone(
+    path, tmp_path, documents, monkeypatch, call, number
+):
+    before, real = everything(tmp_path), getattr(os, call)
+
+    def fail(*args):
+        if call == "fsync" or args[1] == path and ".old." not in args[0].name:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, call, fail)
+        with pytest.raises(UserError, match=rf"^{path}: the disk .*: free space"):
+            write(path, documents[:3])
+    assert everything(tmp_path) == before
+    verify(path)
+    write(path, documents[:3])
+    assert len(open_shard(path)) == 3
+
+
+def test_a_manifest_that_cannot_be_written_names_its_shard(path, documents, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(features, "write_json", fail)
+    with pytest.raises(UserError, match=rf"^{path}: the disk is full"):
+        write(path, documents[:3])
+    # The older manifest does not speak for the new shard.
+    assert not path.with_suffix(".json").exists() and verify(path)["documents"] == 3
+
+
+def test_errors_of_the_caller_stay_what_they_are(tmp_path):
+    with pytest.raises(OSError, match="no such model"):
+        with write_shard(tmp_path / "a.zarr", IDENTITY, 1, 1):
+            raise OSError("no such model")
+
+
+def test_a_link_to_a_shard_is_replaced_and_what_it_leads_to_stays(path, tmp_path, documents):
+    link = tmp_path / "link.zarr"
+    link.symlink_to(path)
+    # A writer that was killed left links, one of them to nothing.
+    for name, to in (
+        (".link.zarr.old.99999999.partial", path),
+        (".link.zarr.99999998.partial", "no"),
+    ):
+        (tmp_path / name).symlink_to(to)
+    for number in (3, 2):
+        write(link, documents[:number])
+        assert not link.is_symlink() and len(open_shard(link)) == number
+        assert len(open_shard(path)) == 8
+    link.with_suffix(".json").unlink()
+    shutil.rmtree(link)
+    link.symlink_to(tmp_path / "nothing")
+    write(link, documents[:3])
+    assert len(open_shard(link)) == 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_old_shard_that_cannot_be_removed_yet_goes_with_the_next_write(
+    path, tmp_path, documents, monkeypatch
+):
+    with monkeypatch.context() as m:
+        m.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EBUSY, "busy")))
+        write(path, documents[:3])
+        assert len(open_shard(path)) == 3 and list(tmp_path.glob(".*.old.*.partial"))
+    write(path, documents[:2])
+    assert len(open_shard(path)) == 2 and not list(tmp_path.glob(".*"))
 
 
 def test_a_limit_of_file_size_leaves_the_good_shard_alone(tmp_path, coded):

@@ -38,6 +38,35 @@ def test_errors_are_below_one_percent_for_every_tap(states):
     assert (np.sqrt((errors**2).mean(0)) < 0.01).all() and errors.max() < 0.02
 
 
+@pytest.mark.parametrize("power", [-110, -90, 60, 110])
+def test_errors_are_the_same_for_very_small_and_very_large_states(states, power):
+    usual = relative_errors(states, dequantise(*quantise(states)))
+    scaled = rounded(floats(states).astype(np.float64) * 2.0**power)
+    found = dequantise(*quantise(scaled))
+    back = 2.0**-power
+    exact, found = (floats(bits).astype(np.float64) * back for bits in (scaled, found))
+    errors = np.linalg.norm(found - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    assert np.sqrt((errors**2).mean()) < 1.05 * np.sqrt((usual**2).mean())
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_smallest_numbers_do_no_harm(states):
+    states[:, 0, 5] = states[:, 2] = 0
+    states[7, 0, 5] = 1  # the one number of its channel
+    states[9] = 0
+    states[9, 1, 6] = 1  # of its token
+    states[3, 2, 8] = 1  # of its tap
+    states[11, 1], states[12, 1] = 0, 0
+    states[11, 1, 4], states[12, 1, 4] = 0x4000, 1  # a channel of large scale
+    q, token, channel = quantise(states)
+    assert (floats(channel) > 0).all() and (token > 0).all() and q.min() >= -127
+    found = dequantise(q, token, channel)
+    exact = floats(states)
+    kept = np.abs(floats(found) - exact) <= 0.02 * np.abs(exact).max(-1, keepdims=True)
+    assert kept.all()
+    assert found[9, 1, 6] == found[3, 2, 8] == found[12, 1, 4] == 1
+
+
 def test_channels_need_a_scale(states):
     token = (np.abs(floats(states)).max(-1) / 127).astype(np.float32)
     q = np.rint(floats(states) / token[..., None]).astype(np.int8)
