@@ -409,7 +409,7 @@ def main(argv: list[str] | None) -> None:
     )
     check_positions(
         target,
-        len(rows[0].input_ids),
+        len(rows[0].input_ids) + (settings.backend == "vllm"),  # which samples a token
         f"{args.tokens}: sample {rows[0].sample_id}",
         "lower `extract.max_tokens` to cut such documents",
     )

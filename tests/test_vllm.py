@@ -426,6 +426,11 @@ def stub(tmp_path: Path, tiny_llama: Path, identity_file: Callable[[Path], Path]
     return Stub(tmp_path, identity_file(tiny_llama))
 
 
+def test_vllm_needs_a_position_for_the_token_it_samples(stub):
+    with pytest.raises(UserError, match="may reach 513 tokens, and .* has 512 positions"):
+        stub.run(rows=some_rows([512]), max_tokens=512)
+
+
 def test_a_shard_from_a_child_that_answers_out_of_order(stub):
     shard = open_shard(stub.run())
     rows = sorted(some_rows(), key=lambda r: (-len(r.input_ids), r.sample_id))
@@ -444,6 +449,8 @@ def test_a_shard_from_a_child_that_answers_out_of_order(stub):
 def test_the_spool_is_bounded(stub):
     """192 float32 values a token: 1 MB holds 1302 of them, and a larger document goes alone."""
     rows = some_rows([1400, 700, 600, 500, 400, 300, 200])
+    identity = json.loads(stub.identity.read_text())
+    stub.identity.write_text(json.dumps(identity | {"max_position_embeddings": 2048}))
     stub.run(rows=rows, spool_mb=1, max_tokens=2000)
     first, *later = stub.said("underway")
     assert first == 1400 and max(later) == 700 + 600
