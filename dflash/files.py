@@ -161,8 +161,12 @@ def save_tensors(path: str | Path, tensors: dict[str, Any]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    path = Path(path)
+    path.touch()
+    mode = path.stat().st_mode
     try:
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors lets the owner alone read, who need not be who serves it
     except SafetensorError as e:
         raise UserError(
             f"{path}: cannot be written ({e}); free space or set `results:` to another disk"

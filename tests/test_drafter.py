@@ -38,6 +38,8 @@ def test_round_trip(saved):
     folder, drafter = saved
     again = load_drafter(folder)
     assert again.config == drafter.config
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
     for name, value in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
 
