@@ -79,7 +79,10 @@ def one(
     out = folder / "heldout.json"
     if not out.exists():
         asked = [str(x) for x in (results, folder / "drafter", out, threads)]
-        settings = config.stage_settings(workflow, "evaluate", "heldout")
+        asked_of = json.loads(config.stage_settings(workflow, "evaluate", "heldout"))
+        if steps:
+            asked_of["task"]["prompts_per_kind"] = 1
+        settings = json.dumps(asked_of)
         subprocess.run([sys.executable, __file__, "--one", settings, *asked], check=True)
     overall = read_json(out)
     size = sum(open_shard(m.with_suffix(".zarr")).size for m in manifests)
@@ -117,8 +120,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("config/config.yaml"))
     parser.add_argument("--work", type=Path, help="keep what is made here (default: temporary)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--codecs", nargs="+", default=list(SEEDS), choices=list(SEEDS))
-    parser.add_argument("--quick", action="store_true", help="10 steps, one seed")
+    parser.add_argument("--codecs", nargs="+", choices=list(SEEDS))
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="raw and int8, 10 steps, one seed, a prompt of each kind",
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -126,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         found: dict[str, list[dict]] = {}
-        for codec in args.codecs:
+        for codec in args.codecs or (["raw", "int8"] if args.quick else SEEDS):
             for seed in SEEDS[codec][: 1 if args.quick else None]:
                 steps = 10 if args.quick else None
                 row = one(workflow, args.results, work, codec, seed, steps, args.threads)

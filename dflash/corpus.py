@@ -215,11 +215,12 @@ def _label(row: dict[str, Any], key: str, default: str, where: str) -> str:
 # --- the prompts file ---------------------------------------------------------------------------
 
 
-def write_prompts(path: Path, prompts: list[Prompt]) -> None:
-    """Write prompts as Parquet, whole or not at all; equal prompts give equal bytes."""
+def write_prompts(path: Path, prompts: list[Prompt], schema: pa.Schema = SCHEMA) -> None:
+    """Write the schema's fields of prompts as Parquet, whole or not at all; equal prompts give equal
+    bytes."""
     rows = [{**asdict(p), "messages": canonical(p.messages)} for p in prompts]
     with whole(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary, compression="zstd")
+        pq.write_table(pa.Table.from_pylist(rows, schema), temporary, compression="zstd")
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

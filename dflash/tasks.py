@@ -17,7 +17,7 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -28,11 +28,10 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash import config
 from dflash.chat import check_text, prompt_ids
-from dflash.config import canonical
 from dflash.corpus import SCHEMA as CORPUS_SCHEMA
-from dflash.corpus import Prompt, read_table, sample_id
+from dflash.corpus import Prompt, read_table, sample_id, write_prompts
 from dflash.errors import UserError, entrypoint
-from dflash.files import read_settings, whole
+from dflash.files import read_settings
 from dflash.target import Identity, load_tokenizer, read_identity
 
 SCHEMA = CORPUS_SCHEMA.append(pa.field("language", pa.string())).append(
@@ -366,15 +365,8 @@ def language_of(prompt: Prompt) -> str:
     return f"{scripts.most_common(1)[0][0].title()} script" if scripts else "no letters"
 
 
-def write_prompts(path: Path, prompts: list[Prompt]) -> None:
-    """Write a task's prompts as Parquet, whole or not at all."""
-    rows = [{**asdict(p), "messages": canonical(p.messages)} for p in prompts]
-    with whole(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary, compression="zstd")
-
-
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts as `write_prompts` wrote them. Raises UserError when missing or damaged."""
+    """Prompts as this stage wrote them. Raises UserError when missing or damaged."""
     rows = read_table(path, SCHEMA, "task").to_pylist()
     return [
         Prompt(**{**row, "messages": json.loads(row["messages"]), "later": tuple(row["later"])})
@@ -420,7 +412,7 @@ def main(argv: list[str] | None) -> None:
         s.enable_thinking,
         identity.max_position_embeddings - s.max_new_tokens,
     )
-    write_prompts(args.out, prompts)
+    write_prompts(args.out, prompts, SCHEMA)
     print(
         f"task {name}: {len(prompts)} prompts of {s.path or f'{dataset.repo}@{revision}'}, {too_long} "
         "left out as longer than the target's context allows"

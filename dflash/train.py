@@ -429,6 +429,9 @@ def open_features(
         shards.append(shard)
     if any(p != positions[0] for p in positions):
         raise UserError("the feature shards hold different taps; run extract again")
+    made = {f"{s.attributes['compute_dtype']}, {s.attributes['codec']}" for s in shards}
+    if len(made) > 1:
+        print(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
     return shards, positions[0]
 
 

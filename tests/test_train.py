@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,6 +194,19 @@ def test_a_pack_larger_than_its_constant_shape_is_refused(features):
     for fixed in ({"pad_context": 30, "pad_blocks": 77}, {"pad_context": 999, "pad_blocks": 3}):
         with pytest.raises(UserError, match="raise them or lower micro_batch"):
             one_gradient(features, 8, "none", machine=fixed)
+
+
+def test_shards_made_in_different_ways_are_told(features, monkeypatch, capsys):
+    def opened(path, expect, manifest):
+        shard = SimpleNamespace(attributes={"compute_dtype": "float32", "codec": manifest.stem})
+        shard.tap_positions, shard.close = (lambda ids: [0]), (lambda: None)
+        return shard
+
+    monkeypatch.setattr(train, "open_shard", opened)
+    train.open_features(["a/raw.json", "b/raw.json"], features[0], [0])
+    assert capsys.readouterr().out == ""
+    train.open_features(["a/raw.json", "b/int8.json"], features[0], [0])
+    assert "different ways (float32, int8; float32, raw)" in capsys.readouterr().out
 
 
 def test_constant_shapes_are_checked_before_the_first_step(features, tmp_path):
