@@ -40,7 +40,7 @@ STAGE_VERSION = {
     "corpus": 1,
     "regenerate": 1,
     "extract": 1,
-    "train": 1,
+    "train": 2,
     "task": 1,
     "evaluate": 1,
     "export": 2,
@@ -261,29 +261,113 @@ class Loss(Settings):
         return self
 
 
+class Muon(Settings):
+    """The optimiser of the matrices with `optimizer: muon`."""
+
+    lr: float | None = Field(
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="Its peak learning rate. Default: ten times `lr` (speculators RFC #979).",
+    )
+    momentum: Rate = Field(0.95, description="Its momentum, Nesterov's (torch's default).")
+    weight_decay: float = Field(0.01, ge=0.0, description="Its weight decay (as AdamW's here).")
+    steps: int = Field(
+        5, ge=1, le=20, description="Newton-Schulz steps of an update (torch's default)."
+    )
+
+
+class Validation(Settings):
+    """Acceptance on documents that training does not see, during training."""
+
+    share: float = Field(
+        0.05,
+        ge=0.0,
+        lt=1.0,
+        description="Share of the documents kept for it, chosen by a hash of their ids; 0 is none, and "
+        "the last weights are handed over.",
+    )
+    documents: int = Field(256, ge=1, description="At most so many of them.")
+    times: int = Field(
+        10,
+        ge=1,
+        description="How often, at equal distances of steps, the last step among them; the weights with "
+        "the highest acceptance length are handed over.",
+    )
+
+
 class Training(Settings):
     """The optimisation of one drafter."""
 
     epochs: float = Field(6.0, gt=0.0, description="Passes over the documents (DFlash paper: 6).")
     max_steps: int | None = Field(None, ge=1, description="Stop after so many steps, if earlier.")
-    documents_per_step: int = Field(64, ge=1, description="Documents in one optimiser step.")
+    documents_per_step: int = Field(
+        64, ge=1, description="Documents in one optimiser step, over all GPUs."
+    )
     anchors_per_document: int = Field(
         512, ge=1, description="Blocks drawn from each document in each epoch (DFlash paper: 512)."
     )
-    lr: float = Field(6e-4, gt=0.0, lt=1.0, description="Peak learning rate (DFlash paper: 6e-4).")
+    block_sizes: list[Annotated[int, Field(ge=2)]] | None = Field(
+        None,
+        min_length=1,
+        description="Sizes of blocks, which the steps take in turn, so that one drafter serves all of "
+        "them; the drafter's own among them. Default: that one alone.",
+    )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="AdamW (DFlash paper), or Muon for matrices with AdamW for the rest (speculators).",
+    )
+    lr: float = Field(
+        6e-4, gt=0.0, lt=1.0, description="Peak learning rate of AdamW (DFlash paper: 6e-4)."
+    )
     betas: tuple[Rate, Rate] = Field(
         (0.9, 0.95), strict=False, description="AdamW's two decay rates."
     )
     weight_decay: float = Field(0.01, ge=0.0, description="AdamW's, on matrices only.")
+    muon: Muon = Field(Muon(), description="With optimizer `muon`.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="The rate after warm-up: a cosine to zero (DFlash paper), a line to zero, constant, "
+        "or constant with a line to zero in the last `decay_share` of the steps.",
+    )
     warmup_share: float = Field(
         0.04, ge=0.0, lt=1.0, description="Share of steps with rising rate (DFlash paper: 4 %)."
     )
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Steps with rising rate, instead of a share."
+    )
+    decay_share: float = Field(
+        0.2,
+        gt=0.0,
+        le=1.0,
+        description="With schedule `wsd`, the share of steps with falling rate (arXiv 2405.18392: 0.2).",
+    )
     clip: float = Field(1.0, gt=0.0, description="Largest gradient norm (DFlash paper: 1.0).")
+    ema: Rate | None = Field(
+        None,
+        description="Decay a step of a moving average of the weights, which is then what is validated "
+        "and handed over. Default: none.",
+    )
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What a loss or gradient that is no number does: end the training, or be left out "
+        "and counted. Either way the step's sample ids and the weights are written down.",
+    )
     seed: int = Field(0, ge=0, description="Seed of initial weights, document order and anchors.")
     dtype: DType = Field(
         "bfloat16", description="Precision of the matrix products; weights stay float32."
     )
     loss: Loss = Field(Loss(), description="What is minimised.")
+    validation: Validation = Field(
+        Validation(), description="How the drafter is measured in training."
+    )
+
+    @field_validator("block_sizes")
+    @classmethod
+    def _distinct(cls, v: list[int] | None) -> list[int] | None:
+        if v is not None and len(set(v)) != len(v):
+            raise ValueError(f"expected each size once, found {v}")
+        return v
 
 
 class Drafter(Settings):
@@ -340,6 +424,16 @@ class Drafter(Settings):
         elif not v or sorted(set(v)) != v or v[0] < 0:
             raise ValueError("expected ascending layer ids without repeats, each at least 0")
         return v
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Drafter:
+        sizes = self.training.block_sizes
+        if sizes is not None and max(sizes) != self.block_size:
+            raise ValueError(
+                f"training.block_sizes {sizes} with block_size {self.block_size}; allowed: sizes up to "
+                "block_size, and that one among them"
+            )
+        return self
 
     @field_validator("start")
     @classmethod
@@ -561,6 +655,11 @@ class ExtractMachine(Machine):
 
 
 class TrainMachine(Machine):
+    gpu: int = Field(
+        0,
+        ge=0,
+        description="GPUs a job needs (a machine without any runs on CPU), a process each.",
+    )
     micro_batch: int = Field(8, ge=1, description="Documents in one forward pass.")
     attention: Literal["chunked", "split", "dense", "gather", "flex"] = Field(
         "split",
@@ -615,10 +714,28 @@ class TrainMachine(Machine):
         description="MiB of documents read ahead at most; a pack counts twice, as read and as packed, and "
         "the one that is needed next is read in any case.",
     )
+    sharding: Literal["none", "fsdp"] = Field(
+        "none",
+        description="Whether every GPU holds all weights and optimiser states, or a part of each (FSDP2), "
+        "for drafters that one GPU does not hold.",
+    )
     save_minutes: float = Field(
         10.0, gt=0.0, description="Time between checkpoints (a kill loses at most this)."
     )
-    keep_last: int = Field(2, ge=1, description="Checkpoints kept.")
+    stop_minutes: float | None = Field(
+        None,
+        gt=0.0,
+        description="Save and leave after so many minutes with a status that Snakemake's `retries` take "
+        "up, for a cluster that sends no signal before its time limit. Default: never.",
+    )
+    keep_last: int = Field(2, ge=1, description="Checkpoints kept, beside the best one.")
+    profile_steps: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="First and last step of a window that torch's profiler records into the run directory "
+        "(a trace for chrome://tracing or Perfetto). Default: none.",
+    )
 
     @model_validator(mode="after")
     def _together(self) -> TrainMachine:
@@ -987,11 +1104,16 @@ def spread_taps(taps: int, num_target_layers: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
-def gamma(drafter: Drafter) -> float:
+def block_sizes(drafter: Drafter) -> list[int]:
+    """The sizes of blocks that the steps of a training take in turn."""
+    return drafter.training.block_sizes or [drafter.block_size]
+
+
+def gamma(drafter: Drafter, block_size: int | None = None) -> float:
     """Decay of the slot weights: 7, 5, 4 at block size 16, 10, 8 (DFlash paper), else linear."""
     if drafter.training.loss.gamma is not None:
         return drafter.training.loss.gamma
-    b = drafter.block_size
+    b = block_size or drafter.block_size
     low, high = ((8, 4.0), (10, 5.0)) if b <= 10 else ((10, 5.0), (16, 7.0))
     return max(1.0, low[1] + (b - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
 
@@ -1114,21 +1236,19 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "", run: Run | No
 
 
 def _train_share(drafter: Drafter) -> dict[str, Any]:
-    """A drafter's settings without those that decide nothing beside its others.
-
-    What came later than the first trained drafters is left out at its default, so that these are
-    not trained anew.
-    """
+    """A drafter's settings without those that decide nothing beside its others."""
     share = drafter.model_dump(exclude={"extends"})
-    loss = share["training"]["loss"]
-    if loss["weights"] == "decay":
-        del loss["weights"], loss["dpace_alpha"]
-    else:
-        del loss["gamma"]
-    if loss["labels"] == "data":
-        del loss["labels"]
-    if loss["positions"] == "response":
-        del loss["positions"]
+    training = share["training"]
+    loss = training["loss"]
+    del loss["dpace_alpha" if loss["weights"] == "decay" else "gamma"]
+    if training["optimizer"] == "adamw":
+        del training["muon"]
+    if training["schedule"] != "wsd":
+        del training["decay_share"]
+    if training["warmup_steps"] is not None:
+        del training["warmup_share"]
+    if not training["validation"]["share"]:
+        training["validation"] = {"share": 0.0}
     return share
 
 
