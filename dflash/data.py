@@ -48,6 +48,12 @@ class Pack:
         return float(self.weights_NB.sum(dtype=torch.float64))
 
 
+def responses(loss_mask_S: np.ndarray) -> np.ndarray:
+    """Where each response of one document, a run of supervised tokens, begins and ends; int64 [R, 2]."""
+    edges = np.diff(loss_mask_S.astype(np.int8), prepend=0, append=0)
+    return np.flatnonzero(edges).reshape(-1, 2)
+
+
 def supervised_slots(loss_mask_S: np.ndarray, anchors_N: np.ndarray, block: int) -> np.ndarray:
     """Which slots of the blocks at some anchors of one document are supervised; bool [N, B].
 

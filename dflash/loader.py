@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from copy import copy
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from dflash import anchors, config
-from dflash.data import Document, Pack, supervised_slots
+from dflash.data import Document, Pack, responses, supervised_slots
 from dflash.errors import UserError
 
 OPEN_SHARDS = 32  # each holds its small arrays, some bytes a token
@@ -82,18 +82,20 @@ class Stream:
 
     Looks once at all tokens and loss masks, one shard at a time. A sample that several shards hold
     counts once (`repeated` says how many more there are). Documents that can hold no anchor (a
-    response of fewer than two tokens) are left out (`unusable` says how many).
+    response of fewer than two tokens) are left out (`unusable` says how many). `longest` is the most
+    tokens in a row that any document has supervised.
 
     Args:
         shards: feature shards, in an order that does not change between runs.
         taps: positions of the wanted taps in the stores.
         seed: seed of document order and anchors.
         anchors_per_document: most blocks of a document in one epoch.
-        block: slots of a block, B.
+        block: slots of a block, B, where none are asked for.
         last_hidden: read the target's last hidden state too.
         everywhere: draw and supervise blocks in prompts too, not only in responses.
         kept: ids of the tokens that the head still has (default: all); slots with others teach
             nothing.
+        without: ids of samples that are passed over, as if no shard held them.
     Raises UserError when no document can hold a block.
     """
 
@@ -107,6 +109,7 @@ class Stream:
         last_hidden: bool = False,
         everywhere: bool = False,
         kept: np.ndarray | None = None,
+        without: Collection[str] = (),
     ):
         self.taps, self.seed, self.everywhere = taps, seed, everywhere
         self.anchors_per_document, self.last_hidden = anchors_per_document, last_hidden
@@ -126,9 +129,13 @@ class Stream:
             teaches_P = mask_P if kept is None else mask_P & np.isin(ids_P, kept)
             self.learned.append(self.masks[-1] if kept is None else np.packbits(teaches_P))
             possible = np.array([len(anchors.candidates(m)) for m in masks], np.int32)
+            longest = np.array([np.diff(responses(m)).max(initial=0) for m in masks], np.int32)
             where = np.full(len(lengths), number, np.int32), np.arange(len(lengths), dtype=np.int32)
-            columns.append((np.array(shard.sample_ids, "S"), *where, starts, lengths, possible))
+            of_document = *where, starts, lengths, longest, possible
+            columns.append((np.array(shard.sample_ids, "S"), *of_document))
         ids, *numbers = map(np.concatenate, zip(*columns, strict=True))
+        read = ~np.isin(ids, np.array(list(without), "S"))
+        ids, numbers = ids[read], [x[read] for x in numbers]
         usable = numbers[-1] > 0
         # Sorted by id, so that the order does not depend on how documents lie in shards.
         order = np.argsort(ids, kind="stable")
@@ -143,7 +150,10 @@ class Stream:
                 "of fewer than two tokens; raise regenerate.max_new_tokens or check the prompts"
             )
         self.ids = ids[chosen]
-        self.shard, self.row, self.start, self.length, possible = (x[chosen] for x in numbers)
+        self.shard, self.row, self.start, self.length, longest, possible = (
+            x[chosen] for x in numbers
+        )
+        self.longest = int(longest.max())
         self.blocks = np.minimum(possible, anchors_per_document)
         widest = max(len(s.taps) for s in shards) + last_hidden
         self.row_bytes = 2 * shards[0].attributes["hidden_size"] * widest  # as read
@@ -155,15 +165,17 @@ class Stream:
         """Documents in one epoch."""
         return len(self.ids)
 
-    def place(self, position: int) -> Place:
-        """Document number `position` of the stream."""
+    def place(self, position: int, block: int | None = None) -> Place:
+        """Document number `position` of the stream, with blocks of so many slots."""
         epoch, i = divmod(position, len(self))
         i = self._order(epoch)[i]
         shard, start, length = int(self.shard[i]), int(self.start[i]), int(self.length[i])
         sample_id = self.ids[i].decode()
         mask_S = _bits(self.masks[shard], start, length)
         chosen_N = anchors.choose(mask_S, self.anchors_per_document, self.seed, epoch, sample_id)
-        slots_NB = supervised_slots(_bits(self.learned[shard], start, length), chosen_N, self.block)
+        slots_NB = supervised_slots(
+            _bits(self.learned[shard], start, length), chosen_N, block or self.block
+        )
         return Place(sample_id, shard, int(self.row[i]), length, chosen_N, slots_NB.sum(0))
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -202,11 +214,12 @@ class Stream:
     ) -> Plan:
         """Step number `step`, of which each of `world` ranks reads a run of its own.
 
-        The ranks' documents, one rank after the other, are those of one rank alone. Counting slots
-        before weighing them makes the mass the same however a step is split.
+        Its blocks have as many slots as there are weights. The ranks' documents, one rank after the
+        other, are those of one rank alone. Counting slots before weighing them makes the mass the same
+        however a step is split.
         """
-        begin = step * documents_per_step
-        places = [self.place(p) for p in range(begin, begin + documents_per_step)]
+        begin, block = step * documents_per_step, len(slot_weights_B)
+        places = [self.place(p, block) for p in range(begin, begin + documents_per_step)]
         slots_B = sum(p.slots_B for p in places)
         ends = [r * documents_per_step // world for r in (rank, rank + 1)]
         mass = float(slots_B @ slot_weights_B.double().numpy())
