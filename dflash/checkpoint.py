@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from dflash import __version__, config, ranks, target
+from dflash import config, ranks, target
 from dflash.errors import UserError
 from dflash.files import read_json, save_tensors, sha256, text_sha256, whole, write_json
 from dflash.ranks import Ranks
@@ -44,7 +44,7 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Everything that decides the final weights."""
     found = {
-        "code": __version__,
+        "code": config.STAGE_VERSION["train"],
         "settings": settings,
         "target": identity.weights_sha256,
         "features": sorted(f"{s.attributes['settings_sha256']}/{s.content_sha256}" for s in shards),

@@ -54,11 +54,11 @@ from dflash.drafter import (
     save_drafter,
 )
 from dflash.errors import UserError, entrypoint
-from dflash.features import open_shard, store_identity
+from dflash.features import Document, open_shard, store_identity
 from dflash.files import read_settings, save_tensors, whole, write_json
+from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
 from dflash.ranks import Ranks
-from dflash.step import Head, accumulate, make_pack, weights_of_slots
 
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
@@ -336,7 +336,13 @@ class Trainer:
         most = math.ceil(self.training.documents_per_step / self.of.world)
         for _ in range(math.ceil(most / self.machine.micro_batch) - count):
             place = loader.Place("", 0, 0, 2, np.zeros(1, np.int64), np.zeros(self.sizes[0]))
-            yield self._pack([self.stream.idle()], [place])
+            yield self._pack([self._idle_document()], [place])
+
+    def _idle_document(self) -> Document:
+        """Two tokens that teach nothing."""
+        states = np.zeros((2, len(self.positions), self.drafter.config.hidden_size), np.uint16)
+        last = states[:, 0] if self.stream.last_hidden else None
+        return Document("", np.zeros(2, np.int32), np.zeros(2, bool), states, last)
 
     def _step(
         self,
