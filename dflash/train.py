@@ -1,7 +1,7 @@
 """Train one drafter on the target's stored hidden states.
 
     python -m dflash.train --settings S --machine M --identity results/target/identity.json \\
-        --features results/features/*/*.json --name demo --run results/runs/demo --out results/drafters/demo
+        --features results/features/*/*.json --name demo --runs results/runs/demo --out results/drafters/demo
 
 Under torchrun the processes share out every step's documents:
 
@@ -577,14 +577,14 @@ def main(argv: list[str] | None) -> None:
     parser.add_argument("--features", required=True, nargs="+", help="manifests of feature shards")
     parser.add_argument("--tokens", nargs="*", default=[], help="their token files, for kinds")
     parser.add_argument("--name", required=True, help="the drafter's name")
-    parser.add_argument("--run", required=True, type=Path, help="folder that keeps checkpoints")
+    parser.add_argument("--runs", required=True, type=Path, help="folder that keeps checkpoints")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished drafter")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument(
         "--changed",
         choices=("refuse", "fresh"),
         default="refuse",
-        help="where --run holds a training with other settings, features or code only: refuse, naming "
+        help="where --runs holds a training with other settings, features or code only: refuse, naming "
         "what differs, or start a new one beside it",
     )
     args = parser.parse_args(argv)
@@ -620,7 +620,7 @@ def main(argv: list[str] | None) -> None:
         run, held = None, None
         if of.first:
             found = checkpoint.fingerprint(raw, identity, shards, start)
-            run = checkpoint.run_directory(args.run, found, args.changed == "fresh")
+            run = checkpoint.run_directory(args.runs, found, args.changed == "fresh")
             held = checkpoint.lock(run)
         run = of.told(run)
         try:
