@@ -229,10 +229,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return [Prompt(**{**row, "messages": json.loads(row["messages"])}) for row in rows]
 
 
-def read_table(path: str | Path, schema: pa.Schema, stage: str) -> pa.Table:
-    """A Parquet file that a stage wrote. Raises UserError when missing, damaged or different."""
+def read_table(
+    path: str | Path, schema: pa.Schema, stage: str, columns: list[str] | None = None
+) -> pa.Table:
+    """A Parquet file that a stage wrote, or some columns of it. Raises UserError when missing,
+    damaged or different."""
+    if columns is not None:
+        schema = pa.schema([schema.field(name) for name in columns])
     try:
-        table = pq.read_table(path, partitioning=None)  # a folder `a=b` adds no column
+        # a folder `a=b` adds no column
+        table = pq.read_table(path, columns=columns, partitioning=None)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the {stage} stage") from None
     except (pa.ArrowException, OSError) as e:

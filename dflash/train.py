@@ -25,12 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import nn
 
@@ -46,6 +45,7 @@ from dflash import (
     target,
     validate,
 )
+from dflash.corpus import read_table
 from dflash.drafter import (
     DTYPES,
     Drafter,
@@ -59,9 +59,11 @@ from dflash.files import read_settings, save_tensors, whole, write_json
 from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
 from dflash.ranks import Ranks
+from dflash.regenerate import SCHEMA
 
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
+SNAPSHOTS = 3  # steps that are no number, of which the weights are kept; of others the samples' ids
 
 
 # --- what a training needs ----------------------------------------------------------------------
@@ -98,10 +100,13 @@ def total_steps(documents: int, training: config.Training) -> int:
 
 
 def kinds_of(tokens: list[str]) -> dict[str, str]:
-    """Sample id -> kind of its prompt, from token files (`results/tokens/*/*.parquet`)."""
+    """Sample id -> kind of its prompt, from token files (`results/tokens/*/*.parquet`).
+
+    Raises UserError for one that is missing, damaged or none.
+    """
     kinds: dict[str, str] = {}
     for path in tokens:
-        table = pq.read_table(path, columns=["sample_id", "kind"])
+        table = read_table(path, SCHEMA, "regenerate", columns=["sample_id", "kind"])
         kinds |= dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
     return kinds
 
@@ -117,19 +122,6 @@ class Interrupted(Exception):
 
 
 # --- the loop -----------------------------------------------------------------------------------
-
-
-@dataclass
-class State:
-    """What a checkpoint says beside the tensors."""
-
-    step: int = 0  # finished steps
-    best: dict[str, Any] | None = None  # step and tau_mean of the best validation so far
-    skipped: int = 0  # steps left out, whose loss or gradient was no number
-    sums: dict[str, float] = field(default_factory=dict)  # of the line that is not yet full
-
-    def add(self, row: dict[str, float]) -> None:
-        self.sums = {key: self.sums.get(key, 0.0) + value for key, value in row.items()}
 
 
 class Trainer:
@@ -171,7 +163,7 @@ class Trainer:
         self.optimizers = recipe.make_optimizers(self.drafter, self.training)
         ema = self.training.ema
         self.average = recipe.Average(self.drafter, ema) if ema is not None else None
-        self.state, self.history = State(), []
+        self.state, self.history = checkpoint.State(), []
         self._resume()
         self._introduce()
         if machine.pad_context is not None and machine.pad_blocks is not None:
@@ -230,10 +222,9 @@ class Trainer:
         """Go on from the newest checkpoint that rank 0 sees."""
         newest = self.of.told([p.name for p in checkpoint.checkpoints(self.folder)][-1:])
         if newest:
-            found = checkpoint.load(
+            self.state = checkpoint.load(
                 self.folder / newest[0], self.drafter, self.optimizers, self.average
             )
-            self.state = State(**found)
         if self.of.first:
             self.history = checkpoint.cut_metrics(self.folder, self.state.step)
 
@@ -399,8 +390,12 @@ class Trainer:
         folder = self.folder / f"nonfinite-{step:08d}"
         figures = f"loss {row['loss']}, gradient norm {row['gradient_norm']}"
         if self.of.first:
+            others = [
+                p for p in self.folder.glob("nonfinite-*/*.safetensors") if p.parent != folder
+            ]
             with whole(folder, folder=True) as partial:
-                save_tensors(partial / "drafter.safetensors", weights)
+                if len(others) < SNAPSHOTS:
+                    save_tensors(partial / "drafter.safetensors", weights)
                 broken = [name for name, fine in finite.items() if not fine]
                 said = {"step": step, "found": figures, "sample_ids": sample_ids}
                 write_json(partial / "report.json", said | {"gradients_not_finite": broken})
@@ -463,7 +458,7 @@ class Trainer:
         with self.clock("save"):
             checkpoint.save(
                 self.folder,
-                asdict(self.state),
+                self.state,
                 self.drafter,
                 self.optimizers,
                 self.average,
@@ -535,7 +530,7 @@ def gradient_norm(drafter: nn.Module, clip: float) -> float:
 
 
 def log_line(
-    state: State,
+    state: checkpoint.State,
     steps: int,
     training: config.Training,
     stream: loader.Stream,
