@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dflash import config, ranks, target
-from dflash.errors import UserError
+from dflash.errors import UserError, explain_oserror
 from dflash.files import read_json, save_tensors, sha256, text_sha256, whole, write_json
 from dflash.ranks import Ranks
 from dflash.recipe import Average
@@ -151,8 +151,8 @@ def save(
     """Write the state after `state.step` steps, and remove what is not kept: all but the newest
     `keep_last` and the best that any of these names, so that each can be gone on from.
 
-    Every rank has to call it; rank 0 writes. Raises UserError or OSError when the disk does not take
-    it; the checkpoints before are as they were.
+    Every rank has to call it; rank 0 writes. Raises UserError when the disk does not take it; the
+    checkpoints before are as they were.
     """
     names = {p: n for n, p in drafter.named_parameters()}
     tensors = {
@@ -169,12 +169,16 @@ def save(
     if not of.first:
         return
     _sweep(run)
-    with whole(folder_of(run, state.step), folder=True) as folder:
-        for name, of_file in tensors.items():
-            save_tensors(folder / f"{name}.safetensors", of_file)
-        write_json(folder / "state.json", asdict(state))
-        hashes = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-        write_json(folder / "sha256.json", hashes)
+    path = folder_of(run, state.step)
+    try:
+        with whole(path, folder=True) as folder:
+            for name, of_file in tensors.items():
+                save_tensors(folder / f"{name}.safetensors", of_file)
+            write_json(folder / "state.json", asdict(state))
+            hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
+            write_json(folder / "sha256.json", hashes)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be saved: {explain_oserror(e)}") from None
     kept = checkpoints(run)[-keep_last:]
     bests = [read_json(folder / "state.json")["best"] for folder in kept]
     kept += [folder_of(run, best["step"]) for best in bests if best is not None]

@@ -234,11 +234,12 @@ def read_table(
 ) -> pa.Table:
     """A Parquet file that a stage wrote, or some columns of it. Raises UserError when missing,
     damaged or different."""
-    if columns is not None:
-        schema = pa.schema([schema.field(name) for name in columns])
     try:
-        # a folder `a=b` adds no column
-        table = pq.read_table(path, columns=columns, partitioning=None)
+        found = pq.read_schema(path)
+        table = None
+        if found.equals(schema):
+            # a folder `a=b` adds no column
+            table = pq.read_table(path, columns=columns, partitioning=None)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the {stage} stage") from None
     except (pa.ArrowException, OSError) as e:
@@ -246,9 +247,9 @@ def read_table(
         raise UserError(
             f"{path}: damaged ({reason}); delete it and run the {stage} stage again"
         ) from None
-    if not table.schema.equals(schema):
+    if table is None:
         raise UserError(
-            f"{path}: columns {table.schema.names} are not those the {stage} stage writes "
+            f"{path}: columns {found.names} are not those the {stage} stage writes "
             f"({schema.names}); delete it and run that stage again"
         )
     return table

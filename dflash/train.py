@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -417,7 +417,7 @@ class Trainer:
         )
         self.state.sums = {}
         self.log.line(line)
-        self.log.warn(monitor.of_steps(line, self.log.seconds))
+        self.log.warn(monitor.of_steps(line, self.log.waited(line["seconds"]["data"])))
         self.log.show(
             loss=f"{line['loss']:.3f}",
             accepted=line["accepted_by_position"],
@@ -615,26 +615,32 @@ def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> 
         found = read_drafter_config(start)
         config.check_start(settings, config.TargetFacts(**facts), found, where)
 
-    run = held = None
+    run, held = None, nullcontext()
     if of.first:
         decides = checkpoint.fingerprint(raw, identity, shards, start)
         run = checkpoint.run_directory(args.runs, decides, args.changed == "fresh")
         held = checkpoint.lock(run)
-    run = of.told(run)
-    trust = bool(raw.get("trust_remote_code", False))
-    trainer = Trainer(settings, machine, identity, shards, positions, run, of, trust, start, kinds)
-    try:
-        drafter, known = trainer.run()
-    except Interrupted:
-        of.say(f"interrupted; saved in {run}: run the same command again to go on")
-        raise SystemExit(STATUS_INTERRUPTED) from None
-    if held is None:
-        return  # rank 0 writes
-    with whole(args.out, folder=True) as folder:
-        save_drafter(folder, drafter, "float32")
-        shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
-        write_json(folder / "training.json", {**shape, **known})
-    held.close()
+    with held:
+        run = of.told(run)
+        trust = bool(raw.get("trust_remote_code", False))
+        trainer = Trainer(
+            settings, machine, identity, shards, positions, run, of, trust, start, kinds
+        )
+        try:
+            drafter, known = trainer.run()
+        except Interrupted:
+            of.say(f"interrupted; saved in {run}: run the same command again to go on")
+            raise SystemExit(STATUS_INTERRUPTED) from None
+        if not of.first:
+            return
+        with whole(args.out, folder=True) as folder:
+            save_drafter(folder, drafter, "float32")
+            shape = {
+                "name": args.name,
+                "run": run.name,
+                "settings": settings.model_dump(mode="json"),
+            }
+            write_json(folder / "training.json", {**shape, **known})
     last, best = known["history"][-1] if known["history"] else {}, known["best"]
     print(
         f"trained {args.name}: {known['steps']} steps, loss {last.get('loss')}, "
