@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,12 @@ TIMINGS = {"seconds_per_step", "seconds", "tokens_per_second", "peak_memory_mb"}
 def argv(features, out: Path, machine=None, changed="refuse", settings=None, **training):
     """The command of a training in `out`, after `python -m dflash.train`."""
     settings = settings or drafter_settings(**training)
+    out.mkdir(exist_ok=True)
+    (out / "identity.json").write_text(json.dumps(asdict(features[0])))
     return [
         *("--settings", json.dumps(settings.model_dump(mode="json", exclude={"extends"}))),
         *("--machine", json.dumps({"gpu": 0, "save_minutes": 1e-9, **(machine or {})})),
-        *("--identity", features[1][0].split("/features/")[0] + "/target/identity.json"),
+        *("--identity", str(out / "identity.json")),
         *("--features", *features[1]),
         *("--name", "x", "--threads", "1", "--changed", changed),
         *("--runs", str(out / "runs"), "--out", str(out / "drafter")),
