@@ -118,7 +118,17 @@ def load(changes: dict) -> config.Workflow:
             },
             ["`machine.extract.parallel`", "found tensor", "vllm.tensor_parallel"],
         ),
-        ({"machine": {"train": {"gpu": 8}}}, ["`machine.train.gpu`", "found 8"]),
+        ({"machine": {"evaluate": {"gpu": 8}}}, ["`machine.evaluate.gpu`", "found 8"]),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "block_size": 4, "training": {"block_sizes": [2, 8]}}}},
+            ["block_sizes [2, 8]", "block_size 4"],
+        ),
+        ({"drafters": {"d": {"mask_token_id": 5, "training": {"block_sizes": [4, 4]}}}}, ["found [4, 4]", "once"]),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"lr": float("nan")}}}},
+            ["training.lr`", "NaN", "finite"],
+        ),
+        ({"drafters": {"d": {"mask_token_id": 5, "training": {"optimizer": "sgd"}}}}, ["'adamw' or 'muon'"]),
     ],
 )
 def test_refusals_name_key_found_and_allowed(changes, words):
