@@ -59,6 +59,7 @@ from dflash.features import Document, open_shard, store_identity
 from dflash.files import read_settings, save_tensors, whole, write_json
 from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
+from dflash.progress import progress
 from dflash.ranks import Ranks
 
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
@@ -284,7 +285,7 @@ class Trainer:
         self.log = monitor.Log(self.folder, self.history, state.step, self.steps, of.first)
         plans = (self._plan(step) for step in range(state.step, self.steps))
         loaded = loader.load(self.stream, plans, machine, self._pack)
-        due = steps_of_validation(self.steps, self.training)
+        due = steps_of_validation(self.steps, self.training) if self.held else set()
         window = machine.profile_steps if of.first else None
         limit = machine.stop_minutes or math.inf
         saved = time.monotonic()
@@ -438,10 +439,12 @@ class Trainer:
             if self.average is not None or of.sharded:
                 measured = self._whole(of.device)
             mine = self.held[of.rank :: of.world]
+            documents = validate.read(self.shards, self.positions, mine)
             for size in self.sizes:
+                desc, show = f"validate, blocks of {size}", of.first
                 responses = validate.measure(
                     measured,
-                    validate.read(self.shards, self.positions, mine),
+                    progress(documents, desc=desc, unit="documents", show=show),
                     self.head.embed_VH,
                     self.head.whole_VH,
                     size,
