@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import signal
 import sys
 import threading
@@ -58,6 +59,7 @@ from dflash.features import Document, open_shard, store_identity
 from dflash.files import read_settings, save_tensors, whole, write_json
 from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
+from dflash.progress import progress
 from dflash.ranks import Ranks
 from dflash.regenerate import SCHEMA
 
@@ -274,7 +276,7 @@ class Trainer:
         self.log = monitor.Log(self.folder, self.history, state.step, self.steps, of.first)
         plans = (self._plan(step) for step in range(state.step, self.steps))
         loaded = loader.load(self.stream, plans, machine, self._pack)
-        due = steps_of_validation(self.steps, self.training)
+        due = steps_of_validation(self.steps, self.training) if self.held else set()
         window = machine.profile_steps if of.first else None
         limit = machine.stop_minutes or math.inf
         saved = time.monotonic()
@@ -430,12 +432,14 @@ class Trainer:
         with self.clock("validate"):
             measured = self.drafter
             if self.average is not None or of.sharded:
-                measured = self._whole()
+                measured = self._whole(of.device)
             mine = self.held[of.rank :: of.world]
+            documents = validate.read(self.shards, self.positions, mine)
             for size in self.sizes:
+                desc, show = f"validate, blocks of {size}", of.first
                 responses = validate.measure(
                     measured,
-                    validate.read(self.shards, self.positions, mine),
+                    progress(documents, desc=desc, unit="documents", show=show),
                     self.head.embed_VH,
                     self.head.whole_VH,
                     size,
@@ -466,18 +470,18 @@ class Trainer:
                 self.of,
             )
 
-    def _whole(self) -> Drafter:
+    def _whole(self, device: torch.device) -> Drafter:
         """A copy with all weights, or their moving averages, on every rank."""
         average = self.average
         own = average.tensors if average is not None else dict(self.drafter.named_parameters())
-        copy = Drafter(self.drafter.config).to(self.of.device).requires_grad_(False).eval()
+        copy = Drafter(self.drafter.config).to(device).requires_grad_(False).eval()
         for name, p in copy.named_parameters():
             p.copy_(ranks.full(own[name].detach()))
         return copy
 
     def _handed_over(self) -> Drafter:
         """The weights that accepted most on validation; without one, the last."""
-        final, best = self._whole(), self.state.best
+        final, best = self._whole(torch.device("cpu")), self.state.best
         if best is not None and best["step"] != self.steps:
             checkpoint.load_best(self.folder, best["step"], final, self.average is not None)
         return final
@@ -574,7 +578,7 @@ def main(argv: list[str] | None) -> None:
     parser.add_argument("--name", required=True, help="the drafter's name")
     parser.add_argument("--runs", required=True, type=Path, help="folder that keeps checkpoints")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished drafter")
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--threads", type=int, help="CPU threads, of all processes of a node")
     parser.add_argument(
         "--changed",
         choices=("refuse", "fresh"),
@@ -586,7 +590,8 @@ def main(argv: list[str] | None) -> None:
     machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
     ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
     if args.threads:
-        torch.set_num_threads(args.threads)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, args.threads // here))
     with ranks.joined() as of:
         stage(args, machine, of)
 
