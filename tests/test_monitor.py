@@ -106,10 +106,18 @@ def test_a_resumed_training_has_each_step_once(features, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run(features, tmp_path / "r", settings)
     assert [row["step"] for row in lines(tmp_path / "r")] == [10, 20]
-    assert [e.step for e in board(tmp_path / "r").Scalars("loss")] == [10, 20]  # a kill loses none
+    assert [e.step for e in board(tmp_path / "r").Scalars("loss")] == [10, 20]
     run(features, tmp_path / "r", settings)
     assert [row["step"] for row in lines(tmp_path / "r")] == [10, 20, 30]
     assert [e.step for e in board(tmp_path / "r").Scalars("loss")] == [10, 20, 30]
+
+
+def test_a_kill_loses_no_line(tmp_path):
+    log = monitor.Log(tmp_path, [], 0, 30, True)
+    log.line({"step": 10, "loss": 2.0})
+    assert lines(tmp_path) == [{"step": 10, "loss": 2.0}]
+    assert [e.value for e in board(tmp_path).Scalars("loss")] == [2.0]
+    log.close()
 
 
 def test_the_bar_says_how_far_how_well_and_how_fast(told):

@@ -100,7 +100,7 @@ def status(argv: list[str], counted: Path | None = None, moment=None) -> int:
     """How the stage ends in a process of its own."""
     process = PROCESSES.Process(target=stage, args=(argv, counted and str(counted), moment))
     process.start()
-    process.join(100)
+    process.join(300)
     return process.exitcode
 
 
@@ -120,7 +120,7 @@ def results(folder: Path) -> tuple:
 CASES = {
     # AdamW, a checkpoint after every step
     "accumulation, average": (
-        {"ema": 0.9, "validation": {"share": 0.2, "times": 4}},
+        {"epochs": 4.0, "ema": 0.9, "validation": {"share": 0.2, "times": 4}},
         {"micro_batch": 2, "keep_last": 1},
     ),
     # a checkpoint only where validation finds a better one, so that a kill takes many steps along
