@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,8 @@ from dflash.features import Document, open_shard, store_identity
 from dflash.files import read_settings, save_tensors, whole, write_json
 from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
-from dflash.ranks import Ranks
+from dflash.ranks import STATUS_INTERRUPTED, Ranks
 
-STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
 
 
@@ -336,7 +335,8 @@ class Trainer:
         most = math.ceil(self.training.documents_per_step / self.of.world)
         for _ in range(math.ceil(most / self.machine.micro_batch) - count):
             place = loader.Place("", 0, 0, 2, np.zeros(1, np.int64), np.zeros(self.sizes[0]))
-            yield self._pack([self._idle_document()], [place])
+            idle = self._pack([self._idle_document()], [place])
+            yield replace(idle, sample_ids=[], real_rows=0, real_blocks=0)
 
     def _idle_document(self) -> Document:
         """Two tokens that teach nothing."""
@@ -404,6 +404,7 @@ class Trainer:
                 broken = [name for name, fine in finite.items() if not fine]
                 said = {"step": step, "found": figures, "sample_ids": sample_ids}
                 write_json(partial / "report.json", said | {"gradients_not_finite": broken})
+        self.of.meet()  # an error ends all: not before this is written
         ids = ", ".join(sample_ids[:8]) + (", ..." if len(sample_ids) > 8 else "")
         sentence = (
             f"the loss or its gradient is not finite ({figures}; samples {ids}); see {folder}"
@@ -588,16 +589,22 @@ def main(argv: list[str] | None) -> None:
         "what differs, or start a new one beside it",
     )
     args = parser.parse_args(argv)
-    machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
-    ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
+    if not ranks.launched():  # those that are check it together
+        gpus = machine_of(args).gpu
+        ranks.start_others(gpus, "dflash.train", sys.argv[1:] if argv is None else argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     with ranks.joined() as of:
-        stage(args, machine, of)
+        stage(args, of)
 
 
-def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> None:
+def machine_of(args: argparse.Namespace) -> config.TrainMachine:
+    return config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
+
+
+def stage(args: argparse.Namespace, of: Ranks) -> None:
     """Check everything, train, and let rank 0 write the outputs."""
+    machine = machine_of(args)
     where = f"drafters.{args.name}"
     raw = read_settings(args.settings)
     own = {k: v for k, v in raw.items() if k not in ("stage", "version", "trust_remote_code")}
