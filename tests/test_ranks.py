@@ -8,6 +8,7 @@ so these have to notice by themselves.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,10 +78,15 @@ def features(finished, tmp_path_factory) -> SimpleNamespace:
 
 
 def together(
-    log: Path, function: Callable, *args: Any, world: int = 2, seconds: float = 120
+    log: Path,
+    function: Callable,
+    *args: Any,
+    when_one_ends: Callable[[], None] = lambda: None,
+    world: int = 2,
+    seconds: float = 120,
 ) -> tuple[list[int], str]:
     """Run a function in some processes, as torchrun would. Returns their statuses, and what they
-    said on stderr."""
+    said on stderr. `when_one_ends` is called when torchrun would end the others."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     started = [
         processes.Process(target=_rank, args=(rank, world, store.port, log, function, args))
@@ -88,6 +95,8 @@ def together(
     for process in started:
         process.start()
     deadline = time.monotonic() + seconds
+    if connection.wait([p.sentinel for p in started], seconds):
+        when_one_ends()
     for process in started:
         process.join(max(0.0, deadline - time.monotonic()))
     hung = [p for p in started if p.is_alive()]
@@ -291,29 +300,26 @@ def steps_saved(folder: Path) -> list[int]:
     return [int(p.name[5:]) for p in sorted(folder.glob("runs/*/step-*"))]
 
 
-def failing(argv: list[str], rank: int, where: str, step: int, act: Callable) -> None:
-    """Train; on one rank something happens in the middle of a step."""
-    if int(os.environ["RANK"]) == rank:
-        owner, name = PLACES[where]
-        original, steps = getattr(owner, name), iter(range(100))
-
-        def wrapped(*args):
-            if next(steps) == step:
-                changed = act(original, *args)
-                if changed is not None:
-                    return changed
-            return original(*args)
-
-        setattr(owner, name, wrapped)
+def failing(argv: list[str], *events: tuple[int, str, int, Callable]) -> None:
+    """Train; something happens on a rank, at a place, when it is reached for the n-th time."""
+    for rank, where, at, act in events:
+        if int(os.environ["RANK"]) == rank:
+            owner, name = PLACES[where]
+            setattr(owner, name, instead(getattr(owner, name), at, act))
     train.main(argv)
 
 
-PLACES = {  # each is called once a step and rank
+def instead(original: Callable, at: int, act: Callable) -> Callable:
+    calls = itertools.count()
+    return lambda *args: act(original, *args) if next(calls) == at else original(*args)
+
+
+PLACES = {  # each reached once a step, with `arguments`
     "read": (Stream, "read"),
     "forward": (gradient, "pack_loss"),
-    "numbers": (ranks.Ranks, "sum"),  # and once before
     "gradients": (ranks.Ranks, "sum_gradients"),
-    "save": (checkpoint, "save_tensors"),
+    "save": (checkpoint, "save_tensors"),  # twice a step, on rank 0
+    "snapshot": (train, "save_tensors"),
 }
 
 
@@ -323,6 +329,12 @@ def kill(original, *args):
 
 def terminate(original, *args):
     os.kill(os.getpid(), signal.SIGTERM)
+    return original(*args)
+
+
+def slow(original, *args):
+    time.sleep(0.3)
+    return original(*args)
 
 
 def no_number(original, *args):
@@ -338,13 +350,10 @@ def full_disk(original, *args):
     raise OSError(errno.ENOSPC, "No space left on device", "/full/disk")
 
 
-def bad_settings(original, *args):
-    raise UserError("never raised")
-
-
 def damage(original, stream, place):
-    """Flip a bit of the shard, before it is read here."""
+    """Flip a bit of the shard before it is read here."""
     flip(Path(stream._opened(place.shard).path))
+    return original(stream, place)
 
 
 def flip(shard: Path) -> None:
@@ -375,7 +384,7 @@ def test_a_damaged_chunk_that_one_rank_reads(features, tmp_path):
         if stream.place(2 * s + 1).shard != stream.place(2 * s).shard
     )
     argv = arguments(features, tmp_path, loader_threads=0)
-    statuses, said = together(tmp_path / "said", failing, argv, 1, "read", step, damage)
+    statuses, said = together(tmp_path / "said", failing, argv, (1, "read", step, damage))
     flip(Path(shards[shard].path))  # mended
     assert statuses == [2, 2]
     assert re.match(f"error: .*{Path(shards[shard].path).name}.*checksum", only_line(said))
@@ -384,37 +393,49 @@ def test_a_damaged_chunk_that_one_rank_reads(features, tmp_path):
     assert (tmp_path / "out/training.json").exists()
 
 
-ENDS = {  # rank, where, at which call, what happens, statuses, what is said, machine settings
-    "no number": (1, "forward", 2, no_number, [2, 2], "error: step 2: .*not finite.*samples", {}),
-    "killed 1": (1, "forward", 2, kill, [2, -9], "error: another process .* gone", {}),
-    "killed 0": (0, "gradients", 2, kill, [-9, 2], "error: another process .* gone", {}),
-    "killed in a sharded pass": (
-        1, "forward", 2, kill, [2, -9], "error: another process .* gone", {"sharding": "fsdp"},
-    ),
-    "a full disk": (0, "save", 4, full_disk, [2, 2], "error: the disk is full.*/full/disk", {}),
-}  # fmt: skip
+GONE = "error: another process .* gone"
+ENDS = {  # what happens where, statuses, what is said, machine settings
+    "killed 1": ((1, "forward", 2, kill), [2, -9], GONE, {}),
+    "killed 0": ((0, "gradients", 2, kill), [-9, 2], GONE, {}),
+    "killed in a sharded pass": ((1, "forward", 2, kill), [2, -9], GONE, {"sharding": "fsdp"}),
+    "full disk": ((0, "save", 4, full_disk), [2, 2], "error: the disk is full.*/full/disk", {}),
+}
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_all_end_with_one_line(features, tmp_path, end):
-    rank, where, call, act, expected, line, machine = ENDS[end]
+    event, expected, line, machine = ENDS[end]
     argv = arguments(features, tmp_path, **machine)
-    statuses, said = together(tmp_path / "said", failing, argv, rank, where, call, act)
+    statuses, said = together(tmp_path / "said", failing, argv, event)
     assert statuses == expected, said
     assert re.match(line, only_line(said))
     assert steps_saved(tmp_path) == [1, 2] and not (tmp_path / "out").exists()
-    if end == "no number":
-        (report,) = tmp_path.glob("runs/*/nonfinite-00000002/report.json")
-        (sample_id,) = json.loads(report.read_text())["sample_ids"]  # the one of rank 1
-        assert sample_id in said
     if end == "killed 0":
         train.main(arguments(features, tmp_path))
         assert (tmp_path / "out/training.json").exists()
 
 
+def test_a_loss_that_is_no_number_on_one_rank(features, tmp_path):
+    """All leave, but not before rank 0 has written what there is to see."""
+    written = []
+
+    def look() -> None:
+        written.extend(tmp_path.glob("runs/*/nonfinite-00000002/report.json"))
+
+    events = (1, "forward", 2, no_number), (0, "snapshot", 0, slow)
+    statuses, said = together(
+        tmp_path / "said", failing, arguments(features, tmp_path), *events, when_one_ends=look
+    )
+    assert statuses == [2, 2] and len(written) == 1, said
+    (sample_id,) = json.loads(written[0].read_text())["sample_ids"]  # the one of rank 1
+    line = f"error: step 2: the loss or its gradient is not finite .*samples {sample_id}"
+    assert re.match(line, only_line(said))
+    assert steps_saved(tmp_path) == [1, 2]
+
+
 def test_a_bug_on_one_rank_shows_where_once(features, tmp_path):
     argv = arguments(features, tmp_path)
-    statuses, said = together(tmp_path / "said", failing, argv, 1, "forward", 2, bug)
+    statuses, said = together(tmp_path / "said", failing, argv, (1, "forward", 2, bug))
     assert statuses == [2, 2]
     assert said.count("Traceback") == said.count("ZeroDivisionError: a bug") == 1, said
     assert said.count("error") <= 1 and "in bug" in said
@@ -422,7 +443,7 @@ def test_a_bug_on_one_rank_shows_where_once(features, tmp_path):
 
 def test_sigterm_to_one_rank_lets_all_save_the_same_step(features, tmp_path):
     argv = arguments(features, tmp_path, save_minutes=60.0)
-    statuses, said = together(tmp_path / "said", failing, argv, 1, "forward", 2, terminate)
+    statuses, said = together(tmp_path / "said", failing, argv, (1, "forward", 2, terminate))
     assert statuses == [ranks.STATUS_INTERRUPTED] * 2, said
     assert steps_saved(tmp_path) == [3]
 
@@ -524,12 +545,14 @@ def test_started_processes_save_on_sigterm_and_torchrun_goes_on(features, tmp_pa
     assert said.count("interrupted; saved in") == 1 and "2 processes" in said
     (step,) = steps_saved(tmp_path)
     assert 10 <= step < 400
+    argv[argv.index("--machine") + 1] = '{"stop_minutes": 1e-9}'
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [sys.executable, *torchrun, "-m", "dflash.train", *argv], env=env, timeout=240, **pipes
     )
-    assert done.returncode == 0, done.stdout
-    assert f"going on from step {step}" in done.stdout and done.stdout.count("trained x:") == 1
+    assert done.returncode == 1 and steps_saved(tmp_path) == [step, step + 1], done.stdout
+    assert f"going on from step {step}" in done.stdout
+    assert done.stdout.count("interrupted; saved in") == 1
 
 
 # --- two trainings in one process -----------------------------------------------------------------
