@@ -135,20 +135,25 @@ def save(
     """Write the state after `state["step"]` steps, and remove what is not kept: all but the newest
     `keep_last` and the one that `state["best"]` names.
 
-    Every rank has to call it; rank 0 writes.
+    Every rank has to call it; rank 0 writes, and it alone keeps sharded tensors whole.
     """
     names = {p: n for n, p in drafter.named_parameters()}
+
+    def kept(value: torch.Tensor) -> torch.Tensor | None:
+        value = ranks.full(value.detach())
+        return value.cpu().contiguous() if of.first else None
+
     tensors = {
-        "drafter": {n: _whole(p) for n, p in drafter.named_parameters()},
+        "drafter": {n: kept(p) for n, p in drafter.named_parameters()},
         "optimizer": {
-            f"{key}/{names[p]}": _whole(value)
+            f"{key}/{names[p]}": kept(value)
             for optimizer in optimizers
             for p, moments in optimizer.state.items()
             for key, value in moments.items()
         },
     }
     if average is not None:
-        tensors["average"] = {n: _whole(t) for n, t in average.tensors.items()}
+        tensors["average"] = {n: kept(t) for n, t in average.tensors.items()}
     if not of.first:
         return
     with whole(folder_of(run, state["step"]), folder=True) as folder:
@@ -162,10 +167,6 @@ def save(
     for old in checkpoints(run)[:-keep_last]:
         if best is None or old != folder_of(run, best):
             shutil.rmtree(old)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return ranks.full(value.detach()).cpu().contiguous()
 
 
 def load(

@@ -197,7 +197,11 @@ def _end(error: BaseException) -> NoReturn:
         speaks = not _lost(error)
     if speaks:
         if _lost(error):  # killed from outside, say; torchrun names it
-            print(f"error: another process of this training is gone ({error})", file=sys.stderr)
+            print(
+                f"error: another process of this training is gone or does not answer ({error}); run the "
+                "same command again to go on from the last checkpoint",
+                file=sys.stderr,
+            )
         elif said := sentence(error):
             print(f"error: {said}", file=sys.stderr)
         else:

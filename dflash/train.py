@@ -67,11 +67,16 @@ LOG_EVERY = 10  # steps
 
 
 def open_features(
-    manifests: list[str], identity: target.Identity, ids: list[int], last_hidden: bool = False
+    manifests: list[str],
+    identity: target.Identity,
+    ids: list[int],
+    last_hidden: bool = False,
+    say: Callable[[str], None] = print,
 ):
     """Open the shards behind some manifests, refuse those of another target, find our taps.
 
-    With `last_hidden`, shards without the target's last hidden state are refused too.
+    With `last_hidden`, shards without the target's last hidden state are refused too. `say` is told
+    when they were made in different ways.
     """
     expect = store_identity(identity)
     shards, positions = [], []
@@ -86,7 +91,7 @@ def open_features(
         raise UserError("the feature shards hold different taps; run extract again")
     made = {f"{s.attributes['compute_dtype']}, {s.attributes['codec']}" for s in shards}
     if len(made) > 1:
-        print(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
+        say(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
     return shards, positions[0]
 
 
@@ -620,7 +625,7 @@ def stage(args: argparse.Namespace, of: Ranks) -> None:
         )
     taps = config.tap_ids(settings, identity.num_hidden_layers)
     asks_target = config.needs_last_hidden(settings)
-    shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
+    shards, positions = open_features(sorted(args.features), identity, taps, asks_target, of.say)
     kinds = kinds_of(args.tokens)
     start = start_folder(settings, where)
     if start is not None:

@@ -35,7 +35,6 @@ from dflash.initial import new_drafter
 from dflash.loader import Stream
 from dflash.target import read_identity
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["dflash.train", "torch.utils.tensorboard", "transformers"])
 
@@ -147,6 +146,9 @@ def trained(
     how = config.TrainMachine(**{"micro_batch": 2, "keep_last": 9} | machine)
     trainer = Recorded(settings, how, identity, shards, positions, folder, of, stop=stop)
     start = new_drafter(settings, identity).state_dict()
+    if how.sharding == "fsdp":
+        mine = sum(p.to_local().numel() for p in trainer.drafter.parameters())
+        assert mine < 0.6 * trainer.weights
     try:
         drafter, facts = trainer.run()
         if of.first:
