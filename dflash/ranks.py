@@ -137,6 +137,9 @@ def joined(minutes: float = 30.0) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     leaving = None
     try:
+        dist.all_reduce(
+            torch.zeros(1)
+        )  # one that ended now would leave others no one to connect to
         of = Ranks(dist.get_rank(), dist.get_world_size(), device_of_rank())
         try:
             yield of

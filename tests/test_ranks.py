@@ -488,6 +488,26 @@ def test_no_rank_leaves_while_the_first_writes(tmp_path, status):
     assert statuses == [status] * 2, said
 
 
+def joining(folder: Path) -> None:
+    """Rank 1 takes its time to join."""
+    original = dist.init_process_group
+
+    def late(*args, **settings) -> None:
+        original(*args, **settings)
+        time.sleep(0.3)
+        (folder / "joined").touch()
+
+    if os.environ["RANK"] == "1":
+        dist.init_process_group = late
+    with ranks.joined():
+        assert (folder / "joined").exists()
+
+
+def test_no_rank_begins_before_all_have_joined(tmp_path):
+    statuses, said = together(tmp_path / "said", joining, tmp_path)
+    assert statuses == [0, 0], said
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
