@@ -151,21 +151,26 @@ def save(
     """Write the state after `state.step` steps, and remove what is not kept: all but the newest
     `keep_last` and the best that any of these names, so that each can be gone on from.
 
-    Every rank has to call it; rank 0 writes. Raises UserError when the disk does not take it; the
-    checkpoints before are as they were.
+    Every rank has to call it; rank 0 writes, and it alone keeps sharded tensors whole. Raises UserError
+    when the disk does not take it; the checkpoints before are as they were.
     """
     names = {p: n for n, p in drafter.named_parameters()}
+
+    def of_first(value: torch.Tensor) -> torch.Tensor | None:
+        value = ranks.full(value.detach())
+        return value.cpu().contiguous() if of.first else None
+
     tensors = {
-        "drafter": {n: _whole(p) for n, p in drafter.named_parameters()},
+        "drafter": {n: of_first(p) for n, p in drafter.named_parameters()},
         "optimizer": {
-            f"{key}/{names[p]}": _whole(value)
+            f"{key}/{names[p]}": of_first(value)
             for optimizer in optimizers
             for p, moments in optimizer.state.items()
             for key, value in moments.items()
         },
     }
     if average is not None:
-        tensors["average"] = {n: _whole(t) for n, t in average.tensors.items()}
+        tensors["average"] = {n: of_first(t) for n, t in average.tensors.items()}
     if not of.first:
         return
     _sweep(run)
@@ -186,10 +191,6 @@ def save(
         if old not in kept:
             old.rename(run / f".{old.name}.partial")  # half a checkpoint never has its name
     _sweep(run)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return ranks.full(value.detach()).cpu().contiguous()
 
 
 def _sweep(run: Path) -> None:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,9 @@ from dflash.files import read_settings, save_tensors, whole, write_json
 from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
 from dflash.progress import progress
-from dflash.ranks import Ranks
+from dflash.ranks import STATUS_INTERRUPTED, Ranks
 from dflash.regenerate import SCHEMA
 
-STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
 SNAPSHOTS = 3  # steps that are no number, of which the weights are kept; of others the samples' ids
 
@@ -72,11 +71,16 @@ SNAPSHOTS = 3  # steps that are no number, of which the weights are kept; of oth
 
 
 def open_features(
-    manifests: list[str], identity: target.Identity, ids: list[int], last_hidden: bool = False
+    manifests: list[str],
+    identity: target.Identity,
+    ids: list[int],
+    last_hidden: bool = False,
+    say: Callable[[str], None] = print,
 ):
     """Open the shards behind some manifests, refuse those of another target, find our taps.
 
-    With `last_hidden`, shards without the target's last hidden state are refused too.
+    With `last_hidden`, shards without the target's last hidden state are refused too. `say` is told
+    when they were made in different ways.
     """
     expect = store_identity(identity)
     shards, positions = [], []
@@ -91,7 +95,7 @@ def open_features(
         raise UserError("the feature shards hold different taps; run extract again")
     made = {f"{s.attributes['compute_dtype']}, {s.attributes['codec']}" for s in shards}
     if len(made) > 1:
-        print(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
+        say(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
     return shards, positions[0]
 
 
@@ -329,7 +333,8 @@ class Trainer:
         most = math.ceil(self.training.documents_per_step / self.of.world)
         for _ in range(math.ceil(most / self.machine.micro_batch) - count):
             place = loader.Place("", 0, 0, 2, np.zeros(1, np.int64), np.zeros(self.sizes[0]))
-            yield self._pack([self._idle_document()], [place])
+            idle = self._pack([self._idle_document()], [place])
+            yield replace(idle, sample_ids=[], real_rows=0, real_blocks=0)
 
     def _idle_document(self) -> Document:
         """Two tokens that teach nothing."""
@@ -401,6 +406,7 @@ class Trainer:
                 broken = [name for name, fine in finite.items() if not fine]
                 said = {"step": step, "found": figures, "sample_ids": sample_ids}
                 write_json(partial / "report.json", said | {"gradients_not_finite": broken})
+        self.of.meet()  # an error ends all: not before this is written
         ids = ", ".join(sample_ids[:8]) + (", ..." if len(sample_ids) > 8 else "")
         sentence = (
             f"the loss or its gradient is not finite ({figures}; samples {ids}); see {folder}"
@@ -587,17 +593,23 @@ def main(argv: list[str] | None) -> None:
         "what differs, or start a new one beside it",
     )
     args = parser.parse_args(argv)
-    machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
-    ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
+    if not ranks.launched():  # those that are check it together
+        gpus = machine_of(args).gpu
+        ranks.start_others(gpus, "dflash.train", sys.argv[1:] if argv is None else argv)
     if args.threads:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, args.threads // here))
     with ranks.joined() as of:
-        stage(args, machine, of)
+        stage(args, of)
 
 
-def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> None:
+def machine_of(args: argparse.Namespace) -> config.TrainMachine:
+    return config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
+
+
+def stage(args: argparse.Namespace, of: Ranks) -> None:
     """Check everything, train, and let rank 0 write the outputs."""
+    machine = machine_of(args)
     where = f"drafters.{args.name}"
     raw = read_settings(args.settings)
     own = {k: v for k, v in raw.items() if k not in ("stage", "version", "trust_remote_code")}
@@ -613,7 +625,7 @@ def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> 
         )
     taps = config.tap_ids(settings, identity.num_hidden_layers)
     asks_target = config.needs_last_hidden(settings)
-    shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
+    shards, positions = open_features(sorted(args.features), identity, taps, asks_target, of.say)
     kinds = kinds_of(args.tokens)
     start = start_folder(settings, where)
     if start is not None:
