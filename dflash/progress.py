@@ -58,4 +58,5 @@ def progress(
         ncols=None,  # in a log, a line is as long as what it says
         dynamic_ncols=tty,
         disable=not show,
+        position=None if tty else 0,  # one inside another moves no cursor in a log
     )
