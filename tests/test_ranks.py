@@ -400,7 +400,12 @@ ENDS = {  # what happens where, statuses, what is said, machine settings
     "killed 1": ((1, "forward", 2, kill), [2, -9], GONE, {}),
     "killed 0": ((0, "gradients", 2, kill), [-9, 2], GONE, {}),
     "killed in a sharded pass": ((1, "forward", 2, kill), [2, -9], GONE, {"sharding": "fsdp"}),
-    "full disk": ((0, "save", 4, full_disk), [2, 2], "error: the disk is full.*/full/disk", {}),
+    "full disk": (
+        (0, "save", 4, full_disk),
+        [2, 2],
+        "error: .*cannot be saved: the disk is full.*/full/disk",
+        {},
+    ),
 }
 
 
