@@ -596,6 +596,9 @@ class Machine(Settings):
 
 
 class RegenerateMachine(Machine):
+    gpu: int = Field(
+        1, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU)."
+    )
     batch_size: int = Field(64, ge=1, description="Prompts answered together.")
 
 
@@ -621,7 +624,7 @@ class VllmMachine(Settings):
 
 class ExtractMachine(Machine):
     gpu: int = Field(
-        0,
+        1,
         ge=0,
         description="GPUs a job needs (a machine without any runs on CPU); more than one with "
         "`parallel` or vLLM's own parallelism only.",
@@ -656,7 +659,7 @@ class ExtractMachine(Machine):
 
 class TrainMachine(Machine):
     gpu: int = Field(
-        0,
+        1,
         ge=0,
         description="GPUs a job needs (a machine without any runs on CPU), a process each.",
     )
@@ -764,6 +767,9 @@ class TrainMachine(Machine):
 
 
 class EvaluateMachine(Machine):
+    gpu: int = Field(
+        1, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU)."
+    )
     batch_size: int = Field(24, ge=1, description="Prompts decoded together.")
 
 
@@ -772,12 +778,10 @@ class Machines(Settings):
 
     target: Machine = Field(Machine(), description="Fetching and converting the target.")
     corpus: Machine = Field(Machine(), description="Reading the prompts.")
-    regenerate: RegenerateMachine = Field(RegenerateMachine(gpu=1), description="One job a shard.")
-    extract: ExtractMachine = Field(ExtractMachine(gpu=1), description="One job a shard.")
-    train: TrainMachine = Field(TrainMachine(gpu=1), description="One job a drafter.")
-    evaluate: EvaluateMachine = Field(
-        EvaluateMachine(gpu=1), description="One job a drafter and task."
-    )
+    regenerate: RegenerateMachine = Field(RegenerateMachine(), description="One job a shard.")
+    extract: ExtractMachine = Field(ExtractMachine(), description="One job a shard.")
+    train: TrainMachine = Field(TrainMachine(), description="One job a drafter.")
+    evaluate: EvaluateMachine = Field(EvaluateMachine(), description="One job a drafter and task.")
     export: Machine = Field(Machine(), description="Writing the published format.")
     report: Machine = Field(Machine(), description="Drawing the report.")
 

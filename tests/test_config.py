@@ -435,6 +435,12 @@ def test_blocks_in_prompts_need_labels_of_the_target():
     assert config.check(config.Loss, {"positions": "all", "labels": "soft"}, "x").positions == "all"
 
 
+def test_changing_how_a_stage_runs_leaves_it_its_gpu():
+    for stage in ("regenerate", "extract", "train", "evaluate"):
+        machine = {stage: {"threads": 3}}
+        assert getattr(load({"machine": machine}).machine, stage).gpu == 1
+
+
 @pytest.mark.parametrize(
     ("machine", "text"),
     [
@@ -443,7 +449,7 @@ def test_blocks_in_prompts_need_labels_of_the_target():
         ({"pad_blocks": 9}, "only together; allowed: both or neither"),
         ({"attention": "sparse"}, "`machine.train.attention`: found"),
         ({"attention": "flex", "gpu": 1}, "compiles anew for every shape"),
-        ({"attention": "flex", "pad_context": 999, "pad_blocks": 9}, "trains on GPUs only"),
+        ({"attention": "flex", "gpu": 0, "pad_context": 9, "pad_blocks": 9}, "trains on GPUs only"),
         ({"group_rows": 0}, "`machine.train.group_rows`: found 0"),
     ],
 )
