@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dflash.attention import Layout, group_bytes, group_rows_within
+from dflash.attention import Layout, group_bytes
 from dflash.drafter import Drafter, block_input
 from dflash.loss import rows_within
 
@@ -130,15 +130,7 @@ def _runs(drafter, embed_VH, head, taps_SD, ids_S, anchors_N, ends_N, block) -> 
     c, kind = drafter.config, ids_S.device.type
     anchors = anchors_N.cpu()
     seen = int(anchors[-1]) + 1  # context rows; none sees the anchor's own, but it has to exist
-    rows = group_rows_within(
-        group_bytes(kind),
-        min(seen, c.sliding_window or seen),
-        block,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-        taps_SD.dtype.itemsize,
-    )
+    rows = c.group_rows(group_bytes(kind), seen, block, taps_SD.dtype.itemsize)
     layout = Layout(torch.tensor([0, seen]), anchors, block, rows)
     x_NBH = block_input(embed_VH, ids_S[anchors_N], block, c.mask_token_id)
     hidden_NBH = drafter(taps_SD[:seen], x_NBH.to(drafter.norm.weight.dtype), layout)

@@ -249,7 +249,10 @@ def _check_shape(name: str, found: torch.Tensor, own: torch.Tensor) -> None:
         raise ValueError(f"{name} is {list(found.shape)} there, {list(own.shape)} here")
 
 
-def read(folder: Path) -> tuple[State, dict[str, dict[str, torch.Tensor]]]:
+AGAIN = "delete it to go on from the one before"
+
+
+def read(folder: Path, remedy: str = AGAIN) -> tuple[State, dict[str, dict[str, torch.Tensor]]]:
     """A checkpoint's state and the tensors of its files. Raises UserError when it is damaged."""
     try:
         hashes = json.loads((folder / "sha256.json").read_text())
@@ -262,17 +265,21 @@ def read(folder: Path) -> tuple[State, dict[str, dict[str, torch.Tensor]]]:
         if not {"state.json", "drafter.safetensors", "optimizer.safetensors"} <= hashes.keys():
             raise ValueError("sha256.json does not name all files")
     except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as e:
-        raise _refused(folder, "damaged checkpoint", e) from None
+        raise _refused(folder, "damaged checkpoint", e, remedy) from None
     return state, tensors
 
 
-def _refused(folder: Path, what: str, e: Exception) -> UserError:
-    return UserError(f"{folder}: {what} ({e}); delete it to go on from the one before")
+def _refused(folder: Path, what: str, e: Exception, remedy: str = AGAIN) -> UserError:
+    return UserError(f"{folder}: {what} ({e}); {remedy}")
 
 
 def load_best(run: Path, step: int, drafter: nn.Module, averaged: bool) -> None:
-    """Give a drafter the weights, or their average, of the checkpoint that was found the best."""
-    _, tensors = read(folder_of(run, step))
+    """Give a drafter the weights, or their average, of the checkpoint that was found the best.
+
+    Raises UserError when it is damaged or gone.
+    """
+    remedy = "delete it and all later ones to train on from the one before"
+    _, tensors = read(folder_of(run, step), remedy)
     _restore(dict(drafter.named_parameters()), tensors["average" if averaged else "drafter"])
 
 

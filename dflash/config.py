@@ -596,6 +596,9 @@ class Machine(Settings):
 
 
 class RegenerateMachine(Machine):
+    gpu: int = Field(
+        1, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU)."
+    )
     batch_size: int = Field(64, ge=1, description="Prompts answered together.")
 
 
@@ -621,7 +624,7 @@ class VllmMachine(Settings):
 
 class ExtractMachine(Machine):
     gpu: int = Field(
-        0,
+        1,
         ge=0,
         description="GPUs a job needs (a machine without any runs on CPU); more than one with "
         "`parallel` or vLLM's own parallelism only.",
@@ -656,7 +659,7 @@ class ExtractMachine(Machine):
 
 class TrainMachine(Machine):
     gpu: int = Field(
-        0,
+        1,
         ge=0,
         description="GPUs a job needs (a machine without any runs on CPU), a process each.",
     )
@@ -734,8 +737,15 @@ class TrainMachine(Machine):
         min_length=2,
         max_length=2,
         description="First and last step of a window that torch's profiler records into the run directory "
-        "(a trace for chrome://tracing or Perfetto). Default: none.",
+        "(a trace for chrome://tracing or Perfetto); steps count from 0. Default: none.",
     )
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _window(cls, v: list[int] | None) -> list[int] | None:
+        if v is not None and v[0] > v[1]:
+            raise ValueError("expected the first step, then the last")
+        return v
 
     @model_validator(mode="after")
     def _together(self) -> TrainMachine:
@@ -757,6 +767,9 @@ class TrainMachine(Machine):
 
 
 class EvaluateMachine(Machine):
+    gpu: int = Field(
+        1, ge=0, le=1, description="GPUs a job needs (a machine without any runs on CPU)."
+    )
     batch_size: int = Field(24, ge=1, description="Prompts decoded together.")
 
 
@@ -765,12 +778,10 @@ class Machines(Settings):
 
     target: Machine = Field(Machine(), description="Fetching and converting the target.")
     corpus: Machine = Field(Machine(), description="Reading the prompts.")
-    regenerate: RegenerateMachine = Field(RegenerateMachine(gpu=1), description="One job a shard.")
-    extract: ExtractMachine = Field(ExtractMachine(gpu=1), description="One job a shard.")
-    train: TrainMachine = Field(TrainMachine(gpu=1), description="One job a drafter.")
-    evaluate: EvaluateMachine = Field(
-        EvaluateMachine(gpu=1), description="One job a drafter and task."
-    )
+    regenerate: RegenerateMachine = Field(RegenerateMachine(), description="One job a shard.")
+    extract: ExtractMachine = Field(ExtractMachine(), description="One job a shard.")
+    train: TrainMachine = Field(TrainMachine(), description="One job a drafter.")
+    evaluate: EvaluateMachine = Field(EvaluateMachine(), description="One job a drafter and task.")
     export: Machine = Field(Machine(), description="Writing the published format.")
     report: Machine = Field(Machine(), description="Drawing the report.")
 
@@ -836,6 +847,12 @@ def load(source: str | Path | dict[str, Any], facts: TargetFacts | None = None) 
             "on held-out prompts: raise it, or give every task a path"
         )
     check_backend(workflow.extract, workflow.machine.extract, where)
+    gpu, sharding = workflow.machine.train.gpu, workflow.machine.train.sharding
+    if sharding == "fsdp" and gpu < 2:  # not in TrainMachine: torchrun has its own number
+        raise UserError(
+            f"{where}: `machine.train.sharding`: found fsdp with gpu {gpu}, a single process; allowed: gpu 2 "
+            "or more, or sharding none"
+        )
     _check_measured(workflow, where)
     facts = facts or target_facts(workflow.target)
     for name, drafter in workflow.drafters.items():
@@ -894,6 +911,8 @@ def _sentence(model: type[BaseModel], err: dict[str, Any], where: str) -> str:
     reason = err["msg"].removeprefix("Value error, ")
     if err["type"] == "float_type" and re.fullmatch(r"\d+e[-+]?\d+", str(err["input"])):
         reason += f" (YAML reads {err['input']} as text: write {float(err['input'])!r})"
+    if not key:  # several settings that do not go together, which the reason names
+        return f"{where}: {reason}"
     return f"{where}: `{key}`: found {found}; {reason[0].lower()}{reason[1:]}"
 
 
@@ -1206,7 +1225,7 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "", run: Run | No
         if any(needs_last_hidden(d) for d in w.drafters.values()):
             share["last_hidden"] = True
     elif stage == "train":
-        share = _train_share(w.drafters[name])
+        share = train_share(w.drafters[name])
         if needs_last_hidden(w.drafters[name]) and w.target.trust_remote_code:
             share["trust_remote_code"] = True  # the class of the final norm may come with the model
     elif stage == "task":
@@ -1235,14 +1254,14 @@ def stage_settings(workflow: Workflow, stage: str, name: str = "", run: Run | No
     return canonical({"stage": stage, "version": STAGE_VERSION[stage], **share})
 
 
-def _train_share(drafter: Drafter) -> dict[str, Any]:
+def train_share(drafter: Drafter) -> dict[str, Any]:
     """A drafter's settings without those that decide nothing beside its others."""
     share = drafter.model_dump(exclude={"extends"})
     training = share["training"]
     loss = training["loss"]
     del loss["dpace_alpha" if loss["weights"] == "decay" else "gamma"]
-    if training["optimizer"] == "adamw":
-        del training["muon"]
+    # Muon takes all matrices, the only weights that decay.
+    del training["muon" if training["optimizer"] == "adamw" else "weight_decay"]
     if training["schedule"] != "wsd":
         del training["decay_share"]
     if training["warmup_steps"] is not None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash.attention import Layout, Visibility, attend
+from dflash.attention import Layout, Visibility, attend, group_rows_within
 from dflash.config import is_folder, spread_taps
 from dflash.errors import UserError
 from dflash.files import read_json, save_tensors, write_json
@@ -86,6 +86,25 @@ class DrafterConfig:
         return Visibility(
             window=self.sliding_window if slides else None,
             causal=slides if self.is_causal is None else self.is_causal,
+        )
+
+    def group_rows(self, limit: int, longest: int, block: int, itemsize: int) -> int:
+        """Slots in one attention group, whose temporaries stay within `limit` bytes in every layer.
+
+        Args:
+            longest: tokens of the longest document.
+            block: slots of a block.
+            itemsize: bytes of a number in the matrix products.
+        """
+        windows = [self.visibility(i).window or longest for i in range(self.num_hidden_layers)]
+        return group_rows_within(
+            limit,
+            min(longest, max(windows)),
+            block,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+            itemsize,
         )
 
     def to_json(self, dtype: str) -> dict[str, Any]:

@@ -136,19 +136,10 @@ def group_rows(
     """Slots in one attention group: as set, or as many as the memory target of the device allows."""
     if machine.group_rows is not None:
         return machine.group_rows
-    c = drafter.config
     kind = next(drafter.parameters()).device.type
     limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(kind)
     longest = max(len(d.input_ids) for d in documents)
-    return attention.group_rows_within(
-        limit,
-        min(longest, c.sliding_window or longest),
-        c.block_size,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-        dtype.itemsize,
-    )
+    return drafter.config.group_rows(limit, longest, drafter.config.block_size, dtype.itemsize)
 
 
 def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -65,8 +66,8 @@ def peak_memory_mb(device: torch.device) -> float:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(x for x in lines if x.startswith("VmHWM")).split()[1]) * 1024 / 1e6
-    except (OSError, StopIteration):  # not Linux
-        return float("nan")
+    except (OSError, StopIteration):  # macOS, which counts bytes where Linux counts KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 class Board:
@@ -133,7 +134,9 @@ class Log:
             return
         try:
             self.file.write(json.dumps(row) + "\n")
-            self.board.add(row["step"], {key: v for key, v in _flat(row) if key != "step"})
+            of = f"blocks_of_{row['block_size']}/" if "block_size" in row else ""
+            figures = {of + k: v for k, v in _flat(row) if k not in ("step", "block_size")}
+            self.board.add(row["step"], figures)
         except OSError as e:
             raise UserError(f"{self.run}: its log: {explain_oserror(e)}") from None
 
@@ -215,10 +218,13 @@ def of_validation(found: dict[str, Any], done: float, settings: config.Drafter) 
             "the learning rate"
         )
     elif done >= 0.5 and len(slots) > 1 and slots[1] < 0.05 * slots[0]:
+        loss = settings.training.loss
+        weight = f"gamma ({config.gamma(settings, len(slots) + 1):g})"
+        if loss.weights == "dpace":
+            weight = f"dpace_alpha ({loss.dpace_alpha:g})"
         said.append(
             f"no improvement over the first slot: slot 2 is accepted in {slots[1]:.1%} of the cycles, slot 1 "
-            f"in {slots[0]:.1%}; train longer, raise training.loss.gamma ({config.gamma(settings):g}), or "
-            "lower block_size"
+            f"in {slots[0]:.1%}; train longer, raise training.loss.{weight}, or lower block_size"
         )
     return said
 

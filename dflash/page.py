@@ -375,7 +375,9 @@ def training_table(drafters: list[Drafter]) -> Html | None:
     for d in drafters:
         t = d.training
         best = f"{t.best.step:,} (τ {t.best.tau_mean:.2f})" if t.best else f"{t.steps:,}, the last"
-        rows.append([d.name, best, *(percent(t.shares.get(p, 0.0)) for p in parts)])
+        rows.append(
+            [d.name, best, *(percent(t.shares[p]) if p in t.shares else "–" for p in parts)]
+        )
     return table("Time of training by part", ["Drafter", "Weights of step", *parts], rows)
 
 

@@ -9,8 +9,7 @@ needs nothing but its step. `docs/recipes.md` says where each default comes from
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -134,21 +133,3 @@ class Average:
         """Take in the weights as 0-based step `step` has left them."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.tensors.values()), list(self.weights.values()), 1 - decay)
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """The drafter holds the averages inside, and bit for bit its own weights again afterwards,
-        also after an exception. Takes memory for one more copy of the weights.
-        """
-        own = {name: p.detach().clone() for name, p in self.weights.items()}
-        try:
-            self._load(self.tensors)
-            yield
-        finally:
-            self._load(own)
-
-    @torch.no_grad()
-    def _load(self, tensors: dict[str, Tensor]) -> None:
-        # Values are copied, not storages exchanged: what shards weights holds on to the storages.
-        for name, p in self.weights.items():
-            p.copy_(tensors[name])

@@ -18,6 +18,7 @@ uninterrupted one.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -264,6 +265,12 @@ class Trainer:
         )
         if note := kernels.warning(found, self.machine.attention):
             of.say(note)
+        window = self.machine.profile_steps
+        if window and not self.state.step <= window[0] < self.steps:
+            of.say(
+                f"warning: machine.train.profile_steps: nothing is recorded, as step {window[0]} is not "
+                f"among those to come, {self.state.step} to {self.steps - 1}"
+            )
         if self.state.step == self.steps:
             of.say(f"this training is finished already; delete {self.folder} to train it anew")
 
@@ -310,6 +317,11 @@ class Trainer:
         finally:
             loaded.close()
             self.log.close()
+        if state.skipped == self.steps:
+            raise UserError(
+                f"the loss or its gradient was no number in all {self.steps} steps: nothing is learned; see "
+                f"{self.folder}/nonfinite-*/report.json"
+            )
         return self._handed_over(), self._facts()
 
     def _plan(self, step: int) -> loader.Plan:
@@ -459,7 +471,8 @@ class Trainer:
                 taus.append(found["tau_mean"])
         tau = sum(taus) / len(taus)
         self.log.show(tau=f"{tau:.3f}")
-        better = state.best is None or tau > state.best["tau_mean"]
+        # Of equal ones the latest: where nothing is accepted yet, it has learned most.
+        better = state.best is None or tau >= state.best["tau_mean"]
         if better:
             state.best = {"step": state.step, "tau_mean": tau}
         return better
@@ -535,8 +548,16 @@ def terminations() -> Iterator[list[int]]:
 
 
 def gradient_norm(drafter: nn.Module, clip: float) -> float:
-    """The norm of the gradient of all weights, which then is at most `clip`."""
-    return float(ranks.full(nn.utils.clip_grad_norm_(drafter.parameters(), clip)))
+    """The norm of the gradient of all weights, which then is at most `clip`.
+
+    One that is no number leaves the gradients as they are: scaling by it would spread it to all.
+    """
+    parameters = list(drafter.parameters())
+    total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = float(ranks.full(total))
+    if math.isfinite(norm):
+        nn.utils.clip_grads_with_norm_(parameters, clip, total)
+    return norm
 
 
 def log_line(
@@ -575,7 +596,11 @@ def log_line(
 
 
 def main(argv: list[str] | None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dflash.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # commands keep their lines
+    )
     parser.add_argument("--settings", required=True, help="JSON, or a JSON or YAML file")
     parser.add_argument("--machine", default="{}", help="JSON, or a file: how to run, not what")
     parser.add_argument("--identity", required=True, help="the target's identity.json")
@@ -634,7 +659,9 @@ def stage(args: argparse.Namespace, of: Ranks) -> None:
 
     run, held = None, nullcontext()
     if of.first:
-        decides = checkpoint.fingerprint(raw, identity, shards, start)
+        share = {"trust_remote_code": True} if raw.get("trust_remote_code") else {}
+        share |= json.loads(config.canonical(config.train_share(settings)))  # lists, as in files
+        decides = checkpoint.fingerprint(share, identity, shards, start)
         run = checkpoint.run_directory(args.runs, decides, args.changed == "fresh")
         held = checkpoint.lock(run)
     with held:

@@ -289,6 +289,28 @@ def test_evaluations_that_cannot_be_are_refused(evaluate, words):
         load({"evaluate": evaluate})
 
 
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (
+            {"profile_steps": [5, 3]},
+            r"profile_steps`: found \[5, 3\]; expected the first step, then",
+        ),
+        ({"sharding": "fsdp", "gpu": 1}, "found fsdp with gpu 1, .* allowed: gpu 2 or more"),
+        ({"sharding": "fsdp", "gpu": 0}, "sharding`: found fsdp with gpu 0"),
+    ],
+)
+def test_ways_to_train_that_cannot_be_are_refused(machine, words):
+    with pytest.raises(UserError, match=words):
+        load({"machine": {"train": machine}})
+
+
+def test_settings_that_do_not_go_together_are_said_without_a_key():
+    with pytest.raises(UserError, match=r"^drafters.d: training.block_sizes \[2\] with block_size"):
+        drafter = {"mask_token_id": 5, "training": {"block_sizes": [2]}}
+        config.check(config.Drafter, drafter, "drafters.d")
+
+
 def test_what_came_later_leaves_older_results_alone():
     """Settings that ask for nothing new give the very JSON they gave before (dflash 0.1)."""
     assert config.stage_settings(load({}), "evaluate", "heldout") == (
@@ -319,6 +341,8 @@ def test_settings_that_decide_nothing_retrain_nothing():
         return config.stage_settings(settings, "train", "d")
 
     assert share() == share(muon={"lr": 0.1}) != share(optimizer="muon", muon={"lr": 0.1})
+    muon = {"optimizer": "muon"}
+    assert share(**muon) == share(**muon, weight_decay=0.5) and share() != share(weight_decay=0.5)
     assert share() == share(decay_share=0.5)
     assert share(schedule="wsd") != share(schedule="wsd", decay_share=0.5)
     assert share(warmup_steps=3) == share(warmup_steps=3, warmup_share=0.5) != share()
@@ -411,6 +435,12 @@ def test_blocks_in_prompts_need_labels_of_the_target():
     assert config.check(config.Loss, {"positions": "all", "labels": "soft"}, "x").positions == "all"
 
 
+def test_changing_how_a_stage_runs_leaves_it_its_gpu():
+    for stage in ("regenerate", "extract", "train", "evaluate"):
+        machine = {stage: {"threads": 3}}
+        assert getattr(load({"machine": machine}).machine, stage).gpu == 1
+
+
 @pytest.mark.parametrize(
     ("machine", "text"),
     [
@@ -419,7 +449,7 @@ def test_blocks_in_prompts_need_labels_of_the_target():
         ({"pad_blocks": 9}, "only together; allowed: both or neither"),
         ({"attention": "sparse"}, "`machine.train.attention`: found"),
         ({"attention": "flex", "gpu": 1}, "compiles anew for every shape"),
-        ({"attention": "flex", "pad_context": 999, "pad_blocks": 9}, "trains on GPUs only"),
+        ({"attention": "flex", "gpu": 0, "pad_context": 9, "pad_blocks": 9}, "trains on GPUs only"),
         ({"group_rows": 0}, "`machine.train.group_rows`: found 0"),
     ],
 )

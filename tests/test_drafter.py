@@ -235,3 +235,11 @@ def test_a_drafter_for_another_shape_is_refused(saved, tiny_qwen3, identity_of, 
     drafter.config = replace(drafter.config, **changes)
     with pytest.raises(UserError, match=rf"does not fit the target .*{words}"):
         check_fits(drafter, identity_of(tiny_qwen3), folder)
+
+
+def test_groups_are_sized_for_the_layer_that_sees_most():
+    full = replace(make_drafter().config, num_hidden_layers=2, layer_types=("full_attention",) * 2)
+    slides = replace(full, layer_types=("sliding_attention",) * 2, sliding_window=64)
+    mixed = replace(slides, layer_types=("sliding_attention", "full_attention"))
+    rows = [c.group_rows(16 << 20, 100_000, 16, 4) for c in (full, slides, mixed)]
+    assert rows[0] == rows[2] < rows[1]

@@ -77,8 +77,8 @@ def test_the_parts_of_the_time_are_less_than_the_whole(told):
 def test_tensorboard_reads_the_same_figures(told):
     folder, _, _ = told
     found = board(folder)
-    for name in ("loss", "lr", "seconds/forward", "tau_mean"):
-        first, *rest = name.split("/")
+    for name in ("loss", "lr", "seconds/forward", "blocks_of_4/tau_mean"):
+        first, *rest = name.removeprefix("blocks_of_4/").split("/")
         expected = [
             (r["step"], r[first][rest[0]] if rest else r[first])
             for r in lines(folder)
@@ -87,7 +87,7 @@ def test_tensorboard_reads_the_same_figures(told):
         events = [(e.step, e.value) for e in found.Scalars(name)]
         assert [step for step, _ in events] == [step for step, _ in expected]
         assert [v for _, v in events] == pytest.approx([v for _, v in expected], rel=1e-6)
-    assert "per_slot/1" in found.Tags()["scalars"]
+    assert "blocks_of_4/per_slot/1" in found.Tags()["scalars"]
 
 
 def test_a_resumed_training_has_each_step_once(features, tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_slots_that_teach_nothing_are_warned_of():
     ("slots", "done", "said", "remedy"),
     [
         ([0.01, 0.0], 0.5, "nothing is accepted: slot 1 is right in 1.0%", "mask_token_id"),
-        ([0.4, 0.01], 0.5, "no improvement over the first slot: slot 2", "training.loss.gamma (2)"),
+        ([0.4, 0.01, 0.0], 0.5, "no improvement over the first slot: slot 2", "loss.gamma (2)"),
         ([0.01, 0.0], 0.4, None, None),  # too early to say
         ([0.4, 0.01], 0.4, None, None),
         ([0.4, 0.1], 1.0, None, None),
@@ -187,6 +187,34 @@ def test_a_drafter_that_learns_nothing_is_warned_of(slots, done, said, remedy):
     assert len(found) == (said is not None)
     if said:
         assert found[0].startswith(said) and remedy in found[0]
+
+
+def test_the_remedy_is_a_setting_that_counts():
+    dpace = drafter_settings(loss={"weights": "dpace"})
+    (said,) = monitor.of_validation({"per_slot": [0.4, 0.01]}, 1.0, dpace)
+    assert "raise training.loss.dpace_alpha (0.5)" in said and "gamma" not in said
+    wide = [0.4, *[0.0] * 14]
+    (said,) = monitor.of_validation({"per_slot": wide}, 1.0, drafter_settings())
+    assert "raise training.loss.gamma (7)" in said  # that of the blocks measured
+
+
+@pytest.mark.parametrize("window", [[6, 7], [0, 1]])
+def test_a_window_that_never_comes_is_told(features, tmp_path, capsys, window):
+    machine = config.TrainMachine(save_minutes=1e-9, profile_steps=window, stop_minutes=1e-9)
+    with pytest.raises(train.Interrupted):
+        run(features, tmp_path, drafter_settings(max_steps=6), machine)
+    said = capsys.readouterr().out
+    assert (f"profile_steps: nothing is recorded, as step {window[0]} is not" in said) == (
+        window[0] == 6
+    )
+    with pytest.raises(train.Interrupted):  # goes on from step 1
+        run(features, tmp_path, drafter_settings(max_steps=6), machine)
+    assert "is not among those to come, 1 to 5" in capsys.readouterr().out
+
+
+def test_memory_is_known_without_proc(monkeypatch):
+    monkeypatch.setattr(monitor, "Path", lambda path: Path("/nowhere"))
+    assert monitor.peak_memory_mb(torch.device("cpu")) > 0
 
 
 def test_the_math_kernel_is_warned_of_by_a_training(features, tmp_path, capsys, monkeypatch):

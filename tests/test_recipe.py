@@ -277,21 +277,3 @@ def test_an_early_average_is_not_the_initial_weights():
     for step in range(50):
         average.update(step)
     assert 0 < average.tensors["weight"].max() < 1e-10
-
-
-def test_swapped_gives_the_own_weights_back():
-    toy = Toy()
-    average = recipe.Average(toy, 0.9)
-    move(toy, 0)
-    average.update(0)
-    own = {name: p.detach().clone() for name, p in toy.named_parameters()}
-    averages = {name: a.clone() for name, a in average.tensors.items()}
-    with pytest.raises(KeyboardInterrupt):
-        with average.swapped():
-            for name, p in toy.named_parameters():
-                assert torch.equal(p, averages[name]) and not torch.equal(p, own[name])
-            move(toy, 1)
-            raise KeyboardInterrupt
-    for name, p in toy.named_parameters():
-        assert torch.equal(p, own[name]) and p.requires_grad
-        assert torch.equal(average.tensors[name], averages[name])

@@ -612,6 +612,26 @@ def test_nothing_but_the_needed_files(results: Results):
     assert "No times were recorded." in page
 
 
+def test_trainings_with_and_without_validation_stand_together(results: Results):
+    """Older records know neither validations nor where the time went."""
+    for name in ("old", "new"):
+        results.add(name)
+    measured = [
+        {"step": step, "block_size": block, "tau_mean": tau, "tau_pooled": tau, "by_position": tau}
+        for step, tau in ((200, 1.5), (400, 1.4))
+        for block in (8, 4)
+    ]
+    known = {"validations": measured, "best": {"step": 200, "tau_mean": 1.5}}
+    shares = {"data": 0.03, "forward": 0.4}
+    results.write("drafters/new/training.json", training("new") | known | {"shares": shares})
+    page, _ = results.report()
+    text = check_page(page)
+    assert "τ in training" in text
+    table = page[page.index("Time of training by part") :].split("</table>")[0]
+    rows = [re.findall(r">([^<>]+)</t[dh]>", row) for row in table.split("<tr>")[2:]]
+    assert rows == [["old", "400, the last", "–", "–"], ["new", "200 (τ 1.50)", "3 %", "40 %"]]
+
+
 def test_different_outputs_are_shouted(results: Results, capsys: pytest.CaptureFixture[str]):
     found = results.add("demo")
     for row in found["responses"][3:5]:

@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_start import published
-from test_train import drafter_settings, features, run, with_last  # noqa: F401
+from test_train import SETTINGS, drafter_settings, features, run, with_last  # noqa: F401
 
 from dflash import checkpoint, config, gradient, monitor, ranks, train, validate
 from dflash.errors import UserError, entrypoint
@@ -272,6 +272,17 @@ def test_what_differs_is_refused_by_name_or_starts_beside(features, tmp_path, re
     assert everything(first) == before and len(list((tmp_path / "runs").iterdir())) == 2
 
 
+def test_a_default_that_is_spelled_out_is_no_difference(features, tmp_path):
+    command = argv(features, tmp_path, settings=drafter_settings(max_steps=1))
+    place = command.index("--settings") + 1
+    full = json.loads(command[place])
+    short = {k: v for k, v in full.items() if k in SETTINGS}
+    short["training"] = {k: full["training"][k] for k in (*SETTINGS["training"], "max_steps")}
+    train.main(command)
+    train.main([*command[:place], json.dumps(short), *command[place + 1 :]])
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
 def test_differences_are_named_field_by_field():
     old = {"target": "a", "settings": {"loss": {"gamma": 2.0}, "lr": 1}, "code": 2}
     new = {"target": "b", "settings": {"loss": {"gamma": 4.0}, "lr": 1}, "code": 2, "start": "s"}
@@ -316,6 +327,32 @@ def test_the_best_checkpoint_stays_and_is_handed_over(features, tmp_path, monkey
     best, last = (load_file(tmp_path / "r" / n / "drafter.safetensors") for n in names)
     for name, p in drafter.named_parameters():
         assert torch.equal(p, best[name]) and (p.dim() < 2 or not torch.equal(p, last[name])), name
+
+
+def test_of_equally_good_ones_the_latest_is_handed_over(features, tmp_path, monkeypatch):
+    """At first nothing is accepted, and the first weights to be measured have learned least."""
+    settings = drafter_settings(max_steps=6, validation={"share": 0.2, "times": 3})
+    monkeypatch.setattr(validate, "summary", told([1.0, 1.0, 1.0]))
+    _, facts = run(features, tmp_path / "r", settings)
+    assert facts["best"] == {"step": 6, "tau_mean": 1.0}
+
+
+def test_a_damaged_best_one_says_how_to_go_on(features, tmp_path, monkeypatch):
+    """Deleting it alone would leave nothing to hand over."""
+    settings = drafter_settings(max_steps=6, validation={"share": 0.2, "times": 3})
+    monkeypatch.setattr(validate, "summary", told([1.4, 1.9, 1.5, 1.4, 1.9, 1.5]))
+    first, _ = run(features, tmp_path / "r", settings)
+    best, last = checkpoint.checkpoints(tmp_path / "r")
+    path = best / "drafter.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):  # damaged, then gone
+        with pytest.raises(UserError, match="; delete it and all later ones to train on from"):
+            run(features, tmp_path / "r", settings)
+        shutil.rmtree(best, ignore_errors=True)
+    shutil.rmtree(last)
+    again, _ = run(features, tmp_path / "r", settings)
+    weights = dict(again.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in first.named_parameters())
 
 
 def test_each_kept_checkpoint_can_be_gone_on_from(features, tmp_path, monkeypatch):
@@ -666,6 +703,21 @@ def test_steps_without_a_number_are_left_out_and_counted(features, tmp_path, mon
     assert "fc.weight" in report["gradients_not_finite"]
     kept = [len(list(p.glob("drafter.safetensors"))) for p in folders]
     assert kept == [1, 1, 1, 0, 0]  # however many there are, the disk does not fill with weights
+
+
+def test_only_gradients_that_are_no_numbers_are_named(features, tmp_path, monkeypatch):
+    accumulate = train.accumulate
+
+    def one_is_broken(drafter, *args):
+        sums = accumulate(drafter, *args)
+        drafter.fc.weight.grad[0, 0] = torch.nan
+        return sums
+
+    monkeypatch.setattr(train, "accumulate", one_is_broken)
+    with pytest.raises(UserError, match="gradient norm nan"):
+        run(features, tmp_path / "r", drafter_settings(max_steps=1))
+    report = read_json(tmp_path / "r/nonfinite-00000000/report.json")
+    assert report["gradients_not_finite"] == ["fc.weight"]
 
 
 def test_a_step_without_a_number_stops_and_the_checkpoint_before_is_good(

@@ -569,3 +569,12 @@ def test_gains_of_targets_that_multiply_by_one_plus_weight(features, monkeypatch
         other = raised.layers.get_parameter(name)
         copied = "layernorm" in name
         torch.testing.assert_close(other, p + 1 if copied else p)
+
+
+def test_help_keeps_commands_on_their_lines(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert (
+        "\n    torchrun --standalone --nproc-per-node 2 -m dflash.train ...\n"
+        in capsys.readouterr().out
+    )
