@@ -705,6 +705,14 @@ def test_steps_without_a_number_are_left_out_and_counted(features, tmp_path, mon
     assert kept == [1, 1, 1, 0, 0]  # however many there are, the disk does not fill with weights
 
 
+def test_a_training_without_any_number_hands_nothing_over(features, tmp_path, monkeypatch):
+    broken(monkeypatch, {0, 1, 2})
+    with pytest.raises(
+        UserError, match="no number in all 3 steps: nothing is learned; see .*report"
+    ):
+        run(features, tmp_path / "r", drafter_settings(max_steps=3, nonfinite="skip"))
+
+
 def test_only_gradients_that_are_no_numbers_are_named(features, tmp_path, monkeypatch):
     accumulate = train.accumulate
 
