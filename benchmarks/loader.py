@@ -119,7 +119,9 @@ def ours(shards: Path, documents: int, threads: int):
         micro_batch=MICRO_BATCH, loader_threads=threads, loader_mb=LOADER_MB
     )
     plans = (stream.plan(s, 4 * MICRO_BATCH, weights) for s in range(documents // MICRO_BATCH // 4))
-    loaded = loader.load(stream, plans, machine, lambda d, a: data.pack(d, a, weights))
+    loaded = loader.load(
+        stream, plans, machine, lambda d, p: data.pack(d, [x.anchors_N for x in p], weights)
+    )
     with closing(loaded):
         for _, packs in loaded:
             yield from packs

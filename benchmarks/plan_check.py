@@ -4,7 +4,7 @@
 
 Each case is a fresh process with one thread. It makes the documents and takes two steps of a tiny drafter,
 so that code is resident; then VmRSS is the base, VmHWM is reset through /proc/self/clear_refs, the
-real drafter, head and optimiser are made and two steps of `dflash.train.one_step` run (in the second
+real drafter, head and optimiser are made and two steps of the training loop run (in the second
 AdamW's moments exist). Measured is VmHWM minus the base. glibc is told to map every larger buffer on
 its own and to return it at once, so that the resident set follows the tensors that are alive.
 
@@ -129,7 +129,7 @@ class Steps:
     def __init__(self, s: Shape):
         import torch
 
-        from dflash import config, train
+        from dflash import config, gradient, recipe
         from dflash.drafter import DTYPES, Drafter, DrafterConfig, RMSNorm
 
         self.settings = config.Drafter(
@@ -174,12 +174,14 @@ class Steps:
         table = torch.empty(s.vocab, s.hidden, dtype=stored).normal_(generator=g)
         head = torch.empty(s.vocab, s.hidden, dtype=stored).normal_(generator=g).mul_(0.05)
         norm = RMSNorm(s.hidden, 1e-6).requires_grad_(False) if s.labels != "data" else None
-        self.head = train.Head(table, head, DTYPES[s.dtype], norm)
-        self.optimizer = train.make_optimizer(self.drafter, self.settings.training)
-        self.weights = train.weights_of_slots(self.settings)
+        self.head = gradient.Head(table, head, DTYPES[s.dtype], norm)
+        (self.optimizer,) = recipe.make_optimizers(self.drafter, self.settings.training)
+        self.weights = gradient.weights_of_slots(self.settings)
 
     def run(self, documents: list, step: int) -> None:
-        from dflash import train
+        import torch
+
+        from dflash import gradient, monitor, recipe
         from dflash.data import supervised_slots
         from dflash.drafter import DTYPES
 
@@ -187,22 +189,19 @@ class Steps:
         parts = [documents[i : i + size] for i in range(0, len(documents), size)]
         slots = [supervised_slots(d.loss_mask, a, len(self.weights)).sum(0) for d, a in documents]
         packs = (
-            train.make_pack(
+            gradient.make_pack(
                 *zip(*part, strict=True), self.weights, self.drafter, self.machine, dtype
             )
             for part in parts
         )
-        train.one_step(
-            self.drafter,
-            self.optimizer,
-            packs,
-            float(sum(slots) @ self.weights.double().numpy()),
-            self.head,
-            step,
-            100,
-            self.settings,
-            self.machine,
-        )
+        self.optimizer.zero_grad(set_to_none=True)
+        mass = float(sum(slots) @ self.weights.double().numpy())
+        training = self.settings.training
+        clock = monitor.Clock(torch.device("cpu"))
+        gradient.accumulate(self.drafter, packs, mass, self.head, training, self.machine, clock)
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), training.clip)
+        recipe.set_rates([self.optimizer], recipe.rate(step, 100, training))
+        self.optimizer.step()
 
 
 def tiny_of(s: Shape) -> Shape:

@@ -25,6 +25,7 @@ from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from threading import Event
 from typing import Any, Protocol, TypeVar
 
@@ -185,9 +186,15 @@ class Stream:
         return self._orders[epoch]
 
     def largest_pack(
-        self, first: int, last: int, documents_per_step: int, micro_batch: int
+        self, first: int, last: int, documents_per_step: int, micro_batch: int, world: int = 1
     ) -> tuple[int, int]:
-        """The most rows, and the most blocks, of any pack of steps first to last - 1."""
+        """The most rows, and the most blocks, of any pack of steps first to last - 1 on any rank."""
+        bounds = [r * documents_per_step // world for r in range(world + 1)]
+        parts = [
+            slice(i, min(i + micro_batch, end))
+            for begin, end in pairwise(bounds)
+            for i in range(begin, end, micro_batch)
+        ]
         rows = blocks = 0
         for step in range(first, last):
             begin = step * documents_per_step
@@ -198,10 +205,9 @@ class Stream:
                     for e in epochs
                 ]
             )[:documents_per_step]
-            for i in range(0, documents_per_step, micro_batch):
-                part = at[i : i + micro_batch]
-                rows = max(rows, int(self.length[part].sum()))
-                blocks = max(blocks, int(self.blocks[part].sum()))
+            for part in parts:
+                rows = max(rows, int(self.length[at[part]].sum()))
+                blocks = max(blocks, int(self.blocks[at[part]].sum()))
         return rows, blocks
 
     def plan(
@@ -278,7 +284,7 @@ def load(
     stream: Stream,
     plans: Iterable[Plan],
     machine: config.TrainMachine,
-    make: Callable[[list[Document], list[np.ndarray]], Pack],
+    make: Callable[[list[Document], list[Place]], Pack],
 ) -> Iterator[tuple[Plan, Timed[Pack]]]:
     """Each step with its packs of `machine.micro_batch` documents, which threads read and `make` ahead.
 
@@ -296,7 +302,7 @@ def load(
             if stop.is_set():
                 raise CancelledError
             documents.append(stream.read(place))
-        return make(documents, [p.anchors_N for p in part])
+        return make(documents, part)
 
     def cost(part: list[Place]) -> int:
         rows = sum(p.length for p in part)

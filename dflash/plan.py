@@ -3,7 +3,7 @@
     python -m dflash.plan --config config/qwen3-8b.yaml [--drafter NAME] [--tokens S --anchors N]
                           [--card GB] [--json]
 
-Nothing of the real size is made. `Step` goes through one training step as `dflash.train.one_step`
+Nothing of the real size is made. `Step` goes through one training step as `dflash.train.Trainer`
 does it and books every tensor that is larger than a few numbers a row when it comes and when it goes
 (a `Ledger` of bytes by purpose), so the peak is found wherever it happens to be. Each entry says
 which line of the code it stands for. benchmarks/plan_check.py measures the real thing.
@@ -162,7 +162,7 @@ def groups_of(
 
 
 def group_rows(shape: Shape) -> int:
-    """Slots in one attention group, as `dflash.train.group_rows` chooses them."""
+    """Slots in one attention group, as `dflash.gradient.group_rows` chooses them."""
     s = shape
     longest = -(-s.tokens // s.documents)
     return s.group_rows or group_rows_within(
@@ -220,7 +220,7 @@ class Step:
         return 2 * s.tokens * s.hidden * (s.taps + (s.labels != "data"))
 
     def target(self) -> None:
-        """train.Head: embedding as stored, head in the training's dtype, perhaps fewer rows."""
+        """gradient.Head: embedding as stored, head in the training's dtype, perhaps fewer rows."""
         s, stored = self.s, BYTES[self.s.target_dtype]
         self.book.take("target", stored * s.vocab * s.hidden)
         rows = s.head_rows or s.vocab

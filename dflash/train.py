@@ -3,412 +3,68 @@
     python -m dflash.train --settings S --machine M --identity results/target/identity.json \\
         --features results/features/*/*.json --name demo --run results/runs/demo --out results/drafters/demo
 
+Under torchrun the processes share out every step's documents:
+
+    torchrun --standalone --nproc-per-node 2 -m dflash.train ...
+
 Checkpoints go to a run directory named by a fingerprint of everything that decides the result
-(settings, features, target), so that a killed job goes on from its last checkpoint and a changed
-setting never meets another run's state. The outputs (float32 weights, config.json, training.json)
-appear at the end, whole. In float32 on a CPU a resumed run gives bit for bit the uninterrupted one.
+(settings, features, target, code), so that a killed job goes on from its last checkpoint, on any
+number of processes, and a changed setting never meets another run's state (`dflash.checkpoint`).
+The outputs (float32 weights, config.json, training.json) appear at the end, whole: the weights that
+accepted most on the validation documents. In float32 on a CPU a resumed run gives bit for bit the
+uninterrupted one.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import math
-import shutil
 import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
-from dflash import attention, config, data, kernels, loader, loss, target
+from dflash import (
+    checkpoint,
+    config,
+    data,
+    kernels,
+    loader,
+    monitor,
+    ranks,
+    recipe,
+    target,
+    validate,
+)
 from dflash.drafter import (
-    BEFORE_MLP,
     DTYPES,
     Drafter,
-    DrafterConfig,
-    block_input,
     config_text,
-    load_drafter,
     read_drafter_config,
     save_drafter,
-    start_from_target,
-    target_record,
 )
 from dflash.errors import UserError, entrypoint
-from dflash.features import open_shard, store_identity
-from dflash.files import (
-    read_json,
-    read_settings,
-    save_tensors,
-    sha256,
-    text_sha256,
-    whole,
-    write_json,
-)
-from dflash.progress import progress
+from dflash.features import Document, open_shard, store_identity
+from dflash.files import read_settings, save_tensors, whole, write_json
+from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
+from dflash.initial import new_drafter, start_folder
+from dflash.ranks import Ranks
 
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
 
 
-def drafter_config(
-    settings: config.Drafter, identity: target.Identity, start: DrafterConfig | None = None
-) -> DrafterConfig:
-    """The shape of a drafter: what its settings say, and the target's own where they do not, or
-    that of the drafter it starts from (which `config.check_start` has seen)."""
-    t = identity
-    ids = config.tap_ids(settings, t.num_hidden_layers)
-    layers = settings.num_hidden_layers
-    heads = settings.num_attention_heads or t.num_attention_heads
-    of_target = DrafterConfig(
-        hidden_size=t.hidden_size,
-        intermediate_size=settings.intermediate_size or t.intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=settings.num_key_value_heads or t.num_key_value_heads,
-        head_dim=settings.head_dim or t.head_dim,
-        rms_norm_eps=t.rms_norm_eps,
-        rope_theta=settings.rope_theta or t.rope_theta,
-        max_position_embeddings=t.max_position_embeddings,
-        vocab_size=t.vocab_size,
-        block_size=settings.block_size,
-        mask_token_id=settings.mask_token_id,
-        target_layer_ids=tuple(ids),
-        num_target_layers=t.num_hidden_layers,
-        layer_types=("sliding_attention" if settings.sliding_window else "full_attention",)
-        * layers,
-        sliding_window=settings.sliding_window,
-        bos_token_id=t.bos_token_id,
-        eos_token_id=t.eos_token_ids[0] if len(t.eos_token_ids) == 1 else list(t.eos_token_ids),
-        pad_token_id=t.pad_token_id,
-        trained_for=target_record(t),
-    )
-    if start is None:
-        return of_target
-    kept = ("block_size", "num_target_layers", "bos_token_id", "eos_token_id", "pad_token_id")
-    return replace(start, **{k: getattr(of_target, k) for k in (*kept, "trained_for")})
-
-
-def start_folder(settings: config.Drafter, where: str) -> Path | None:
-    """The folder of the drafter that this one starts from, fetched from the hub if it lies there."""
-    if settings.start in ("target", "random"):
-        return None
-    if config.is_folder(settings.start):
-        return Path(settings.start)
-    return target.fetch(settings.start, f"{where}.start")[0]
-
-
-def new_drafter(
-    settings: config.Drafter,
-    identity: target.Identity,
-    trust_remote_code: bool = False,
-    start: Path | None = None,
-) -> Drafter:
-    """A drafter with its initial weights, a function of settings, target and the drafter in the
-    folder `start`, if any."""
-    if start is not None:
-        drafter = load_drafter(start)
-        drafter.config = drafter_config(settings, identity, drafter.config)
-        return drafter.requires_grad_(True)
-    drafter = Drafter(drafter_config(settings, identity))
-    drafter.init_weights(settings.training.seed)
-    if settings.start == "target":
-        count, last = settings.num_hidden_layers, identity.num_hidden_layers
-        layers = list(range(last - count, last)) if count <= last else list(range(last))
-        prefix = identity.embedding_tensor.removesuffix("embed_tokens.weight")
-        names = [f"{prefix}norm.weight"]
-        names += [
-            f"{prefix}layers.{i}.{name.split('.', 2)[2]}"
-            for i in layers
-            for name in drafter.state_dict()
-            if name.startswith("layers.0.")
-        ]
-        names += [name.replace(*BEFORE_MLP) for name in names if BEFORE_MLP[0] in name]
-        tensors = target.load_tensors(identity, names, optional=True)
-        try:
-            offset = target.norm_offset(identity, trust_remote_code)
-        except UserError:  # a norm of an unknown kind; its gains are taken as they are
-            offset = 0
-        start_from_target(drafter, tensors, layers, prefix, offset)
-    return drafter
-
-
-def learning_rate(step: int, steps: int, training: config.Training) -> float:
-    """Linear warm-up over its share of the steps, then a cosine to zero at the last one."""
-    warm = math.ceil(training.warmup_share * steps)
-    if step < warm:
-        return training.lr * (step + 1) / warm
-    return training.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-def make_optimizer(drafter: nn.Module, training: config.Training) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
-    matrices = [p for p in drafter.parameters() if p.dim() > 1]
-    vectors = [p for p in drafter.parameters() if p.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=training.lr, betas=tuple(training.betas), fused=True)
-
-
-def weights_of_slots(settings: config.Drafter) -> torch.Tensor:
-    """Weight of each slot before any D-PACE factor, whose sums are the weight mass; float32 [B]."""
-    decays = settings.training.loss.weights == "decay"
-    return loss.slot_weights(settings.block_size, config.gamma(settings) if decays else math.inf)
-
-
-class Head:
-    """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens,
-    and its final norm and the cap of its logits where its own distribution is asked for."""
-
-    def __init__(
-        self,
-        embed_VH: torch.Tensor,
-        head_VH: torch.Tensor,
-        dtype: torch.dtype,
-        norm: nn.Module | None = None,
-        cap: float | None = None,
-    ):
-        self.embed_VH, self.head_VH = embed_VH, head_VH.to(dtype)
-        self.norm = norm.to(head_VH.device, dtype) if norm is not None else None
-        self.cap = cap
-        self.row_of: torch.Tensor | None = None
-
-    def reduce(self, tokens: np.ndarray) -> None:
-        """Keep only these tokens' rows; other labels become unsupervised."""
-        ids = torch.from_numpy(tokens).to(self.head_VH.device)
-        row_of = torch.full((self.head_VH.shape[0],), -1, device=ids.device)
-        row_of[ids] = torch.arange(len(ids), device=ids.device)
-        self.head_VH, self.row_of = self.head_VH[ids].contiguous(), row_of.cpu()
-
-    def relabel(self, pack: data.Pack) -> int:
-        """Labels as rows of the reduced head. Returns how many lost their supervision."""
-        if self.row_of is None:
-            return 0
-        labels = pack.labels_NB
-        rows = torch.where(labels >= 0, self.row_of[labels.clamp_min(0)], -1)
-        lost = (labels >= 0) & (rows < 0)
-        pack.labels_NB = rows
-        pack.weights_NB = torch.where(rows >= 0, pack.weights_NB, 0.0)
-        return int(lost.sum())
-
-
-def pack_loss(
-    drafter: Drafter,
-    pack: data.Pack,
-    head: Head,
-    training: config.Training,
-    machine: config.TrainMachine,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the slot losses of a pack, and which slots the drafter got right.
-
-    Returns (sum [], correct bool [N, B], false where nothing is supervised).
-    """
-    dtype, kind = DTYPES[training.dtype], training.loss
-    c = drafter.config
-    device = next(drafter.parameters()).device
-    block = block_input(
-        head.embed_VH, pack.anchor_tokens_N.to(device), c.block_size, c.mask_token_id
-    ).float()
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        taps = pack.taps_SD.to(device, non_blocking=True)
-        hidden = drafter(
-            taps if dtype == torch.bfloat16 else taps.float(),
-            block,
-            pack.layout,
-            machine.attention,
-            machine.checkpointing,
-            machine.reentrant,
-        )
-    teacher = None
-    if kind.labels != "data":
-        last = pack.last_SH.to(device, non_blocking=True)
-        teacher = loss.Teacher(last, pack.target_rows_NB.to(device), head.norm, head.cap)
-    return loss.block_loss(
-        hidden,
-        head.head_VH,
-        pack.labels_NB.to(device),
-        pack.weights_NB.to(device),
-        machine.loss_rows,
-        teacher,
-        soft=kind.labels == "soft",
-        dpace_alpha=kind.dpace_alpha if kind.weights == "dpace" else None,
-    )
-
-
-def make_pack(
-    documents: list[data.Document],
-    anchors_of: list[np.ndarray],
-    slot_weights: torch.Tensor,
-    drafter: Drafter,
-    machine: config.TrainMachine,
-    dtype: torch.dtype,
-) -> data.Pack:
-    """The documents as `pack_loss` wants them; `dtype` is that of the matrix products."""
-    return data.pack(
-        documents,
-        anchors_of,
-        slot_weights,
-        group_rows(drafter, documents, machine, dtype),
-        machine.pad_context,
-        machine.pad_blocks,
-        pin=next(drafter.parameters()).device.type == "cuda",
-    )
-
-
-def group_rows(
-    drafter: Drafter,
-    documents: list[data.Document],
-    machine: config.TrainMachine,
-    dtype: torch.dtype,
-) -> int:
-    """Slots in one attention group: as set, or as many as the memory target of the device allows."""
-    if machine.group_rows is not None:
-        return machine.group_rows
-    c = drafter.config
-    kind = next(drafter.parameters()).device.type
-    limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(kind)
-    longest = max(len(d.input_ids) for d in documents)
-    return attention.group_rows_within(
-        limit,
-        min(longest, c.sliding_window or longest),
-        c.block_size,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-        dtype.itemsize,
-    )
-
-
-def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:
-    """Leading run of right slots of each block plus the bonus token; [N].
-
-    Averaged over training positions this is an indication, not the acceptance length of decoding:
-    predictable stretches hold many positions but few cycles.
-    """
-    return correct_NB[:, 1:].long().cumprod(-1).sum(-1) + 1
-
-
-# --- checkpoints ------------------------------------------------------------------------------
-
-
-def fingerprint(
-    settings: dict[str, Any], identity: target.Identity, shards: list, start: Path | None = None
-) -> dict[str, Any]:
-    """Everything that decides the final weights."""
-    found = {
-        "settings": settings,
-        "target": identity.weights_sha256,
-        "features": sorted(f"{s.attributes['settings_sha256']}/{s.content_sha256}" for s in shards),
-    }
-    if start is not None:
-        found["start"] = sha256(*sorted(start.glob("*.safetensors")), start / "config.json")
-    return found
-
-
-def lock(run: Path):
-    """Keep other trainers out of a run directory; freed by the kernel when this process ends."""
-    handle = open(run / "lock", "w")  # noqa: SIM115 (held until the process ends)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{run}: another trainer is running here; wait for it or stop it") from None
-    return handle
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    return sorted(run.glob("step-*"))
-
-
-def save_checkpoint(
-    run: Path,
-    step: int,
-    drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
-    sums: dict[str, float],
-    keep_last: int,
-) -> None:
-    """Write the state after `step` steps, whole or not at all, and remove old ones.
-
-    `sums` are those of the line of metrics that is not yet full.
-    """
-    by_param = {p: n for n, p in drafter.named_parameters()}
-    moments = {
-        f"{key}/{by_param[p]}": value.detach().cpu().contiguous()
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-    with whole(run / f"step-{step:08d}", folder=True) as folder:
-        weights = {n: p.detach().cpu().contiguous() for n, p in drafter.named_parameters()}
-        save_tensors(folder / "drafter.safetensors", weights)
-        save_tensors(folder / "optimizer.safetensors", moments)
-        write_json(folder / "state.json", {"step": step, "sums": sums})
-    for old in checkpoints(run)[:-keep_last]:
-        shutil.rmtree(old)
-
-
-def load_checkpoint(
-    folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, float]]:
-    """Restore weights and optimiser; returns the number of finished steps, and `sums` as saved."""
-    try:
-        state = read_json(folder / "state.json")
-        step, sums = state["step"], state["sums"]
-        weights = load_file(folder / "drafter.safetensors")
-        moments = load_file(folder / "optimizer.safetensors")
-        own = dict(drafter.named_parameters())
-        with torch.no_grad():
-            for name, p in own.items():
-                p.copy_(weights[name])
-        for key, value in moments.items():
-            kind, name = key.split("/", 1)
-            p = own[name]
-            # fused AdamW keeps its step counter on the parameter's device
-            optimizer.state[p][kind] = value.to(p.device)
-    except (
-        OSError,
-        LookupError,
-        TypeError,
-        ValueError,
-        UserError,
-        SafetensorError,
-        RuntimeError,
-    ) as e:
-        raise UserError(
-            f"{folder}: damaged checkpoint ({e}); delete it to go on from the one before"
-        ) from None
-    return step, sums
-
-
-def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
-    """Drop logged lines after the restored step; returns the kept ones."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break  # a kill in the middle of a line
-        if row["step"] <= step:
-            kept.append(row)
-    with whole(path) as temporary:
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
-    return kept
-
-
-# --- the stage --------------------------------------------------------------------------------
+# --- what a training needs ----------------------------------------------------------------------
 
 
 def open_features(
@@ -441,240 +97,475 @@ def total_steps(documents: int, training: config.Training) -> int:
     return min(steps, training.max_steps or steps)
 
 
+def kinds_of(tokens: list[str]) -> dict[str, str]:
+    """Sample id -> kind of its prompt, from token files (`results/tokens/*/*.parquet`)."""
+    kinds: dict[str, str] = {}
+    for path in tokens:
+        table = pq.read_table(path, columns=["sample_id", "kind"])
+        kinds |= dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
+    return kinds
+
+
+def steps_of_validation(steps: int, training: config.Training) -> set[int]:
+    """After how many steps the drafter is measured: `times` at equal distances, the last one too."""
+    times = training.validation.times if training.validation.share else 0
+    return {max(1, round(steps * i / times)) for i in range(1, times + 1)}
+
+
 class Interrupted(Exception):
-    """SIGTERM arrived: save and leave."""
+    """A signal or a time limit: saved, to be run again."""
 
 
-def train(
-    settings: config.Drafter,
-    machine: config.TrainMachine,
-    identity: target.Identity,
-    shards: list,
-    positions: list[int],
-    run: Path,
-    device: torch.device,
-    trust_remote_code: bool = False,
-    start: Path | None = None,
-) -> tuple[Drafter, dict[str, Any]]:
-    """Train to the end, from the last checkpoint in `run` if there is one, else from the drafter in
-    `start` or from fresh weights.
+# --- the loop -----------------------------------------------------------------------------------
 
-    `trust_remote_code` is for the target's final norm, where its own distribution is asked for.
-    Returns the drafter and what is known about its training.
+
+@dataclass
+class State:
+    """What a checkpoint says beside the tensors."""
+
+    step: int = 0  # finished steps
+    best: dict[str, Any] | None = None  # step and tau_mean of the best validation so far
+    skipped: int = 0  # steps left out, whose loss or gradient was no number
+    sums: dict[str, float] = field(default_factory=dict)  # of the line that is not yet full
+
+    def add(self, row: dict[str, float]) -> None:
+        self.sums = {key: self.sums.get(key, 0.0) + value for key, value in row.items()}
+
+
+class Trainer:
+    """The training of one drafter: `run` takes it from the last checkpoint in `folder`, if any, to
+    the end.
+
+    Every rank makes one alike. `trust_remote_code` is for the target's final norm, where its own
+    distribution is asked for; `start` the folder of the drafter to start from, if any; `kinds` tells
+    kinds of prompts by sample id, for the validation's figures. Raises UserError where settings and
+    features do not fit.
     """
-    training, dtype = settings.training, DTYPES[settings.training.dtype]
-    asks_target = config.needs_last_hidden(settings)
-    everywhere = training.loss.positions == "all"
-    kept = None
-    if training.loss.head_tokens:
-        kept = loader.frequent_tokens(
-            shards, training.loss.head_tokens, identity.vocab_size, everywhere
-        )
-    stream = loader.Stream(
-        shards,
-        positions,
-        training.seed,
-        training.anchors_per_document,
-        settings.block_size,
-        asks_target,
-        everywhere,
-        kept,
-    )
-    steps = total_steps(len(stream), training)
-    embed, head_weight = target.load_embedding_and_head(identity)
-    norm = target.load_final_norm(identity, trust_remote_code) if asks_target else None
-    cap = target.load_softcap(identity, trust_remote_code)
-    head = Head(embed.to(device), head_weight.to(device), dtype, norm, cap)
-    if kept is not None:
-        head.reduce(kept)
-    slot_weights = weights_of_slots(settings)
 
-    drafter = new_drafter(settings, identity, trust_remote_code, start).to(device).train()
-    optimizer = make_optimizer(drafter, training)
-    done = checkpoints(run)
-    first, sums = load_checkpoint(done[-1], drafter, optimizer) if done else (0, {})
-    history = cut_metrics(run, first)
-    print(
-        f"drafter: {config_text(drafter.config)}; {sum(p.numel() for p in drafter.parameters()):,} "
-        f"weights on {device}, {settings.training.dtype}"
-    )
-    print(
-        f"data: {len(stream)} documents ({stream.unusable} without a block left out, {stream.repeated} "
-        f"repeated), {steps} steps of {training.documents_per_step} documents x up to "
-        f"{training.anchors_per_document} blocks; head over {head.head_VH.shape[0]:,} tokens"
-        + (f"; going on from step {first}" if first else "")
-    )
-    c = drafter.config
-    found = kernels.of_backend(
-        machine.attention,
-        device,
-        dtype,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-    )
-    used = ", ".join(f"{k.kernel} ({k.call})" for k in found)
-    print(f"attention: {machine.attention}, kernel {used}; checkpointing: {machine.checkpointing}")
-    if note := kernels.warning(found, machine.attention):
-        print(note)
-    if first == steps:
-        print(f"this training is finished already; delete {run} to train it anew")
-
-    terminated = []
-    previous = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
-    if machine.pad_context is not None and machine.pad_blocks is not None:
-        per_step = training.documents_per_step
-        rows, blocks = stream.largest_pack(first, steps, per_step, machine.micro_batch)
-        data.check_room(rows, blocks, machine.pad_context, machine.pad_blocks)
-    plans = (
-        stream.plan(step, training.documents_per_step, slot_weights) for step in range(first, steps)
-    )
-    loaded = loader.load(
-        stream,
-        plans,
-        machine,
-        lambda documents, anchors_of: make_pack(
-            documents, anchors_of, slot_weights, drafter, machine, dtype
-        ),
-    )
-    saved = begun = time.monotonic()
-    waited = 0.0
-    bar = progress(desc="train", total=steps, initial=first, unit="steps")
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(run), purge_step=first + 1)
-        log = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed below)
-        for plan, packs in loaded:
-            step = plan.step
-            row = one_step(
-                drafter, optimizer, packs, plan.mass, head, step, steps, settings, machine
+    def __init__(
+        self,
+        settings: config.Drafter,
+        machine: config.TrainMachine,
+        identity: target.Identity,
+        shards: list,
+        positions: list[int],
+        folder: Path,
+        of: Ranks,
+        trust_remote_code: bool = False,
+        start: Path | None = None,
+        kinds: dict[str, str] | None = None,
+    ):
+        self.began = time.monotonic()
+        self.settings, self.machine, self.training = settings, machine, settings.training
+        self.shards, self.positions, self.kinds = shards, positions, kinds or {}
+        self.folder, self.of, self.dtype = folder, of, DTYPES[self.training.dtype]
+        self._open_documents(identity)
+        self.sizes = config.block_sizes(settings)
+        self.slot_weights = {size: weights_of_slots(settings, size) for size in self.sizes}
+        self.steps = total_steps(len(self.stream), self.training)
+        self.head = self._open_head(identity, trust_remote_code)
+        self.drafter = new_drafter(settings, identity, trust_remote_code, start)
+        self.drafter.to(of.device).train()
+        if machine.sharding == "fsdp":
+            self.of = ranks.shard(self.drafter, of)
+        self.optimizers = recipe.make_optimizers(self.drafter, self.training)
+        ema = self.training.ema
+        self.average = recipe.Average(self.drafter, ema) if ema is not None else None
+        self.state, self.history = State(), []
+        self._resume()
+        self._introduce()
+        if machine.pad_context is not None and machine.pad_blocks is not None:
+            largest = self.stream.largest_pack(
+                self.state.step,
+                self.steps,
+                self.training.documents_per_step,
+                machine.micro_batch,
+                of.world,
             )
-            row["data_seconds"] = packs.seconds
-            waited += packs.seconds
-            for key, value in row.items():
-                sums[key] = sums.get(key, 0.0) + value
-            bar.update()
-            if (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
-                entry = report_line(sums, step + 1, steps, training, stream, begun, first)
-                log.write(json.dumps(entry) + "\n")
-                for key in ("loss", "accepted_by_position", "gradient_norm", "lr"):
-                    writer.add_scalar(key, entry[key], step + 1)
-                history.append(entry)
-                bar.set_postfix(
-                    loss=f"{entry['loss']:.3f}",
-                    accepted=entry["accepted_by_position"],
-                    data=f"{waited / (time.monotonic() - begun):.1%}",
-                    refresh=False,
-                )
-                sums = {}
-            late = time.monotonic() - saved > 60 * machine.save_minutes
-            if terminated or late or step + 1 == steps:
-                save_checkpoint(run, step + 1, drafter, optimizer, sums, machine.keep_last)
-                saved = time.monotonic()
-            if terminated and step + 1 < steps:
-                raise Interrupted
-    finally:
-        loaded.close()
-        bar.close()
-        signal.signal(signal.SIGTERM, previous)
-    spent = max(time.monotonic() - begun, 1e-9)
-    writer.close()
-    log.close()
-    facts = {
-        "steps": steps,
-        "documents": len(stream),
-        "documents_without_block": stream.unusable,
-        "documents_repeated": stream.repeated,
-        "head_tokens": head.head_VH.shape[0],
-        "weights": sum(p.numel() for p in drafter.parameters()),
-        "data_share": round(
-            waited / spent, 4
-        ),  # of the time since this process took its first step
-        "history": history,
-    }
-    return drafter, facts
+            data.check_room(*largest, machine.pad_context, machine.pad_blocks)
+        self.clock = monitor.Clock(of.device)
 
-
-def one_step(
-    drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
-    packs: Iterable[data.Pack],
-    mass: float,
-    head: Head,
-    step: int,
-    steps: int,
-    settings: config.Drafter,
-    machine: config.TrainMachine,
-) -> dict[str, float]:
-    """One optimiser step over some packs. Returns sums for the log.
-
-    The loss is divided by the weight mass of the whole step (see `dflash.loss`), which is known
-    before the first pack is made, so that packs of any size give the same gradient up to rounding
-    and need not be there together.
-    """
-    training = settings.training
-    optimizer.zero_grad(set_to_none=True)
-    loss_sum, accepted, blocks, tokens, lost, sample_ids = 0.0, 0, 0, 0, 0, []
-    for packed in packs:
-        lost += head.relabel(packed)
-        tokens += packed.real_rows
-        sample_ids += packed.sample_ids
-        if mass:  # 0 is possible only with a reduced head
-            total, correct = pack_loss(drafter, packed, head, training, machine)
-            (total / mass).backward()
-            loss_sum += float(total.detach())
-            accepted += int(accepted_by_position(correct[: packed.real_blocks]).sum())
-            blocks += packed.real_blocks
-            del total, correct
-        del packed  # with its masks, before the next one comes
-    learned = blocks > 0
-    norm = float(nn.utils.clip_grad_norm_(drafter.parameters(), training.clip)) if learned else 0.0
-    if not math.isfinite(loss_sum) or not math.isfinite(norm):
-        raise UserError(
-            f"step {step}: the loss or its gradient is not finite (loss {loss_sum}, gradient norm "
-            f"{norm}; samples {', '.join(sample_ids)}); lower training.lr or check these samples' features"
+    def _open_documents(self, identity: target.Identity) -> None:
+        """The stream of training documents, and the ids of those kept for validation."""
+        training, shards, block = self.training, self.shards, self.settings.block_size
+        everywhere = training.loss.positions == "all"
+        self.frequent = None
+        if training.loss.head_tokens:
+            self.frequent = loader.frequent_tokens(
+                shards, training.loss.head_tokens, identity.vocab_size, everywhere
+            )
+        validation = training.validation
+        self.held = validate.choose(shards, validation.share, validation.documents)
+        self.stream = loader.Stream(
+            shards,
+            self.positions,
+            training.seed,
+            training.anchors_per_document,
+            block,
+            config.needs_last_hidden(self.settings),
+            everywhere,
+            self.frequent,
+            without=self.held,
         )
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, steps, training)
-    if learned:
-        optimizer.step()
-    return {
-        "loss": loss_sum,
-        "mass": mass,
-        "accepted": accepted,
-        "blocks": blocks,
-        "gradient_norm": norm,
-        "tokens": tokens,
-        "outside_head": lost,
-        "count": 1,
-    }
+        if self.stream.longest < block:
+            raise UserError(
+                f"the longest text to learn from has {self.stream.longest} tokens, less than a block of "
+                f"{block}: its last slots would never be trained; lower block_size or raise "
+                "regenerate.max_new_tokens"
+            )
+
+    def _open_head(self, identity: target.Identity, trust_remote_code: bool) -> Head:
+        embed, head = target.load_embedding_and_head(identity)
+        norm = None
+        if config.needs_last_hidden(self.settings):
+            norm = target.load_final_norm(identity, trust_remote_code)
+        cap = target.load_softcap(identity, trust_remote_code)
+        device = self.of.device
+        found = Head(embed.to(device), head.to(device), self.dtype, norm, cap)
+        if self.frequent is not None:
+            found.reduce(self.frequent)
+        return found
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint that rank 0 sees."""
+        newest = self.of.told([p.name for p in checkpoint.checkpoints(self.folder)][-1:])
+        if newest:
+            found = checkpoint.load(
+                self.folder / newest[0], self.drafter, self.optimizers, self.average
+            )
+            self.state = State(**found)
+        if self.of.first:
+            self.history = checkpoint.cut_metrics(self.folder, self.state.step)
+
+    def _introduce(self) -> None:
+        """Say what is trained, on what and how."""
+        of, stream, training, c = self.of, self.stream, self.training, self.drafter.config
+        of.say(
+            f"drafter: {config_text(c)}; {self.weights:,} weights on {of.device}, {training.dtype}"
+            + (f"; {of.world} processes" if of.world > 1 else "")
+            + (", weights sharded" if of.sharded else "")
+        )
+        of.say(
+            f"data: {len(stream)} documents ({stream.unusable} without a block left out, "
+            f"{stream.repeated} repeated, {len(self.held)} kept for validation), {self.steps} steps of "
+            f"{training.documents_per_step} documents x up to {training.anchors_per_document} blocks; "
+            f"head over {self.head.head_VH.shape[0]:,} tokens"
+            + (f"; going on from step {self.state.step}" if self.state.step else "")
+        )
+        found = kernels.of_backend(
+            self.machine.attention,
+            of.device,
+            self.dtype,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+        )
+        used = ", ".join(f"{k.kernel} ({k.call})" for k in found)
+        of.say(
+            f"attention: {self.machine.attention}, kernel {used}; checkpointing: "
+            f"{self.machine.checkpointing}"
+        )
+        if note := kernels.warning(found, self.machine.attention):
+            of.say(note)
+        if self.state.step == self.steps:
+            of.say(f"this training is finished already; delete {self.folder} to train it anew")
+
+    @property
+    def weights(self) -> int:
+        return sum(p.numel() for p in self.drafter.parameters())
+
+    def run(self) -> tuple[Drafter, dict[str, Any]]:
+        """Train to the end. Returns the drafter to hand over and what is known about its training.
+
+        Raises UserError, and `Interrupted` once a checkpoint is saved after SIGTERM or `stop_minutes`.
+        """
+        of, state, machine = self.of, self.state, self.machine
+        self.log = monitor.Log(self.folder, self.history, state.step, self.steps, of.first)
+        plans = (self._plan(step) for step in range(state.step, self.steps))
+        loaded = loader.load(self.stream, plans, machine, self._pack)
+        due = steps_of_validation(self.steps, self.training)
+        window = machine.profile_steps if of.first else None
+        limit = machine.stop_minutes or math.inf
+        saved = time.monotonic()
+        try:
+            with (
+                terminations() as terminated,
+                monitor.profiled(self.folder, window, of.device) as begin_step,
+            ):
+                for plan, packs in loaded:
+                    begin_step(plan.step)
+                    leave, late = self._step(
+                        plan,
+                        packs,
+                        lambda saved=saved: (
+                            bool(terminated) or _minutes(self.began) > limit,
+                            of.first and _minutes(saved) > machine.save_minutes,
+                        ),
+                    )
+                    if state.sums and (state.step % LOG_EVERY == 0 or state.step == self.steps):
+                        self._tell()
+                    better = state.step in due and self._validate()
+                    if better or late or leave or state.step == self.steps:
+                        self._save()
+                        saved = time.monotonic()
+                    if leave and state.step < self.steps:
+                        raise Interrupted
+        finally:
+            loaded.close()
+            self.log.close()
+        return self._handed_over(), self._facts()
+
+    def _plan(self, step: int) -> loader.Plan:
+        size = self.sizes[step % len(self.sizes)]
+        per_step, of = self.training.documents_per_step, self.of
+        return self.stream.plan(step, per_step, self.slot_weights[size], of.rank, of.world)
+
+    def _pack(self, documents: list[data.Document], places: list[loader.Place]) -> data.Pack:
+        weights = self.slot_weights[len(places[0].slots_B)]
+        anchors_of = [p.anchors_N for p in places]
+        return make_pack(documents, anchors_of, weights, self.drafter, self.machine, self.dtype)
+
+    def _even(self, packs: Iterable[data.Pack]) -> Iterator[data.Pack]:
+        """The packs, and idle ones up to the same number on all ranks where weights are sharded."""
+        count = 0
+        for packed in packs:
+            yield packed
+            count += 1
+        if not self.of.sharded:
+            return
+        most = math.ceil(self.training.documents_per_step / self.of.world)
+        for _ in range(math.ceil(most / self.machine.micro_batch) - count):
+            place = loader.Place("", 0, 0, 2, np.zeros(1, np.int64), np.zeros(self.sizes[0]))
+            yield self._pack([self._idle_document()], [place])
+
+    def _idle_document(self) -> Document:
+        """Two tokens that teach nothing."""
+        states = np.zeros((2, len(self.positions), self.drafter.config.hidden_size), np.uint16)
+        last = states[:, 0] if self.stream.last_hidden else None
+        return Document("", np.zeros(2, np.int32), np.zeros(2, bool), states, last)
+
+    def _step(
+        self,
+        plan: loader.Plan,
+        packs: loader.Timed[data.Pack],
+        wishes: Callable[[], tuple[bool, ...]],
+    ) -> tuple[bool, ...]:
+        """One optimiser step. Returns which of its wishes (to leave, to save) any rank has."""
+        of, training, step = self.of, self.training, plan.step
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        mine = accumulate(
+            self.drafter,
+            self._even(packs),
+            plan.mass,
+            self.head,
+            training,
+            self.machine,
+            self.clock,
+        )
+        self.clock.seconds["data"] += packs.seconds
+        counts = {key: value for key, value in asdict(mine).items() if key != "sample_ids"}
+        sums = of.sum([*counts.values(), *map(float, wishes())])
+        row = dict(zip(counts, sums, strict=False)) | {"mass": plan.mass, "count": 1}
+        with self.clock("optimizer"):
+            of.sum_gradients(self.drafter)
+            row["gradient_norm"] = gradient_norm(self.drafter, training.clip) if plan.mass else 0.0
+            if not math.isfinite(row["loss"]) or not math.isfinite(row["gradient_norm"]):
+                ids = of.gather(mine.sample_ids) or of.gather([p.sample_id for p in plan.places])
+                self._not_finite(step, row, ids)
+                self.state.skipped += 1
+            else:
+                if plan.mass:
+                    recipe.set_rates(self.optimizers, recipe.rate(step, self.steps, training))
+                    for optimizer in self.optimizers:
+                        optimizer.step()
+                    if self.average is not None:
+                        self.average.update(step)
+                self.state.add(row)
+        self.state.step = step + 1
+        self.log.advance(row["tokens"])
+        return tuple(number > 0 for number in sums[len(counts) :])
+
+    def _not_finite(self, step: int, row: dict[str, float], sample_ids: list[str]) -> None:
+        """Write down a step that gave no number, with the weights before it; raises UserError unless
+        such steps are to be left out."""
+        named = dict(self.drafter.named_parameters())
+        weights = {name: ranks.full(p.detach()).cpu() for name, p in named.items()}
+        finite = {
+            name: bool(ranks.full(p.grad).isfinite().all())
+            for name, p in named.items()
+            if p.grad is not None
+        }
+        folder = self.folder / f"nonfinite-{step:08d}"
+        figures = f"loss {row['loss']}, gradient norm {row['gradient_norm']}"
+        if self.of.first:
+            with whole(folder, folder=True) as partial:
+                save_tensors(partial / "drafter.safetensors", weights)
+                broken = [name for name, fine in finite.items() if not fine]
+                said = {"step": step, "found": figures, "sample_ids": sample_ids}
+                write_json(partial / "report.json", said | {"gradients_not_finite": broken})
+        ids = ", ".join(sample_ids[:8]) + (", ..." if len(sample_ids) > 8 else "")
+        sentence = (
+            f"the loss or its gradient is not finite ({figures}; samples {ids}); see {folder}"
+        )
+        if self.training.nonfinite == "stop":
+            raise UserError(
+                f"step {step}: {sentence}; lower training.lr, check these samples' features, or set "
+                "training.nonfinite to skip"
+            )
+        self.of.say(f"step {step} is left out: {sentence}")
+
+    def _tell(self) -> None:
+        """Log the averages over the steps since the last line."""
+        line = log_line(
+            self.state, self.steps, self.training, self.stream, self.clock, self.log, self.of.device
+        )
+        self.state.sums = {}
+        self.log.line(line)
+        self.log.warn(monitor.of_steps(line, self.log.seconds))
+        self.log.show(
+            loss=f"{line['loss']:.3f}",
+            accepted=line["accepted_by_position"],
+            mem=f"{line['peak_memory_mb']:,.0f}MB",
+        )
+
+    def _validate(self) -> bool:
+        """Measure acceptance, for each size of blocks; whether it is the best so far."""
+        state, of, taus = self.state, self.of, []
+        with self.clock("validate"):
+            measured = self.drafter
+            if self.average is not None or of.sharded:
+                measured = self._whole()
+            mine = self.held[of.rank :: of.world]
+            for size in self.sizes:
+                responses = validate.measure(
+                    measured,
+                    validate.read(self.shards, self.positions, mine),
+                    self.head.embed_VH,
+                    self.head.whole_VH,
+                    size,
+                    self.kinds,
+                    self.dtype,
+                )
+                found = validate.summary(of.gather(responses), size)
+                self.log.line({"step": state.step, "block_size": size, **found})
+                done = state.step / self.steps
+                self.log.warn(monitor.of_validation(found, done, self.settings))
+                taus.append(found["tau_mean"])
+        tau = sum(taus) / len(taus)
+        self.log.show(tau=f"{tau:.3f}")
+        better = state.best is None or tau > state.best["tau_mean"]
+        if better:
+            state.best = {"step": state.step, "tau_mean": tau}
+        return better
+
+    def _save(self) -> None:
+        with self.clock("save"):
+            checkpoint.save(
+                self.folder,
+                asdict(self.state),
+                self.drafter,
+                self.optimizers,
+                self.average,
+                self.machine.keep_last,
+                self.of,
+            )
+
+    def _whole(self) -> Drafter:
+        """A copy with all weights, or their moving averages, on every rank."""
+        average = self.average
+        own = average.tensors if average is not None else dict(self.drafter.named_parameters())
+        copy = Drafter(self.drafter.config).to(self.of.device).requires_grad_(False).eval()
+        for name, p in copy.named_parameters():
+            p.copy_(ranks.full(own[name].detach()))
+        return copy
+
+    def _handed_over(self) -> Drafter:
+        """The weights that accepted most on validation; without one, the last."""
+        final, best = self._whole(), self.state.best
+        if best is not None and best["step"] != self.steps:
+            checkpoint.load_best(self.folder, best["step"], final, self.average is not None)
+        return final
+
+    def _facts(self) -> dict[str, Any]:
+        if self.state.skipped:
+            self.of.say(
+                f"{self.state.skipped} of {self.steps} steps were left out, as their loss or gradient was "
+                "no number"
+            )
+        spent = self.clock.read()
+        return {
+            "steps": self.steps,
+            "documents": len(self.stream),
+            "documents_without_block": self.stream.unusable,
+            "documents_repeated": self.stream.repeated,
+            "documents_validated": len(self.held),
+            "head_tokens": self.head.head_VH.shape[0],
+            "weights": self.weights,
+            "skipped_steps": self.state.skipped,
+            "best": self.state.best,
+            # of the time since this process took its first step
+            "shares": {k: round(v / self.log.seconds, 4) for k, v in spent.items()},
+            "history": [row for row in self.log.history if "loss" in row],
+            "validations": [row for row in self.log.history if "tau_mean" in row],
+        }
 
 
-def report_line(
-    sums: dict[str, float],
-    step: int,
+def _minutes(since: float) -> float:
+    return (time.monotonic() - since) / 60
+
+
+@contextmanager
+def terminations() -> Iterator[list[int]]:
+    """A list that SIGTERM adds to while the block runs; other threads than the first see none."""
+    arrived: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield arrived
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, _: arrived.append(number))
+    try:
+        yield arrived
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def gradient_norm(drafter: nn.Module, clip: float) -> float:
+    """The norm of the gradient of all weights, which then is at most `clip`."""
+    return float(ranks.full(nn.utils.clip_grad_norm_(drafter.parameters(), clip)))
+
+
+def log_line(
+    state: State,
     steps: int,
     training: config.Training,
-    stream: data.Stream,
-    begun: float,
-    first: int,
+    stream: loader.Stream,
+    clock: monitor.Clock,
+    log: monitor.Log,
+    device: torch.device,
 ) -> dict[str, Any]:
     """One line of metrics.jsonl: averages over the steps since the last line.
 
-    `data_seconds` is how long a step waited for its packs; `seconds_per_step` is since `begun`.
+    `seconds` are those of this process so far, part by part, as `seconds_per_step` is.
     """
+    sums = state.sums
+    per_step = training.documents_per_step
+    share = recipe.rate(state.step - 1, steps, training)
     return {
-        "step": step,
-        "epoch": round(step * training.documents_per_step / len(stream), 3),
+        "step": state.step,
+        "epoch": round(state.step * per_step / len(stream), 3),
         "loss": round(sums["loss"] / max(sums["mass"], 1e-12), 5),
         "accepted_by_position": round(sums["accepted"] / max(sums["blocks"], 1), 4),
+        "first_slot": round(sums["first"] / max(sums["blocks"], 1), 4),
         "gradient_norm": round(sums["gradient_norm"] / sums["count"], 5),
-        "lr": learning_rate(step - 1, steps, training),
+        "lr": training.lr * share,
         "tokens": sums["tokens"],
+        "supervised": round(sums["supervised"] / max(sums["slots"], 1), 4),
         "labels_outside_head": sums["outside_head"],
-        "seconds_per_step": round((time.monotonic() - begun) / (step - first), 4),
-        "data_seconds": round(sums["data_seconds"] / sums["count"], 4),
+        "skipped_steps": state.skipped,
+        "seconds_per_step": round(log.seconds / (state.step - log.first), 4),
+        "tokens_per_second": round(log.tokens / log.seconds, 1),
+        "peak_memory_mb": round(monitor.peak_memory_mb(device), 1),
+        "seconds": {part: round(spent, 3) for part, spent in clock.read().items()},
     }
 
 
@@ -684,10 +575,18 @@ def main(argv: list[str] | None) -> None:
     parser.add_argument("--machine", default="{}", help="JSON, or a file: how to run, not what")
     parser.add_argument("--identity", required=True, help="the target's identity.json")
     parser.add_argument("--features", required=True, nargs="+", help="manifests of feature shards")
+    parser.add_argument("--tokens", nargs="*", default=[], help="their token files, for kinds")
     parser.add_argument("--name", required=True, help="the drafter's name")
     parser.add_argument("--run", required=True, type=Path, help="folder that keeps checkpoints")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished drafter")
     parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument(
+        "--changed",
+        choices=("refuse", "fresh"),
+        default="refuse",
+        help="where --run holds a training with other settings, features or code only: refuse, naming "
+        "what differs, or start a new one beside it",
+    )
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -711,35 +610,42 @@ def main(argv: list[str] | None) -> None:
         found = read_drafter_config(start)
         config.check_start(settings, config.TargetFacts(**facts), found, f"drafters.{args.name}")
 
-    print_of = fingerprint(raw, identity, shards, start)
-    run = args.run / text_sha256(config.canonical(print_of))[:12]
-    run.mkdir(parents=True, exist_ok=True)
-    held = lock(run)
-    write_json(run / "fingerprint.json", print_of)
-    device = target.default_device()
-    if machine.attention == "flex" and device.type != "cuda":
+    if machine.attention == "flex" and not torch.cuda.is_available():
         raise UserError(
             "machine.train.attention: found flex, which trains on CUDA devices only, and there is none here; "
             "use split"
         )
-    try:
-        trust = bool(raw.get("trust_remote_code", False))
-        drafter, facts = train(
-            settings, machine, identity, shards, positions, run, device, trust, start
-        )
-    except Interrupted:
-        print(f"interrupted; saved in {run}: run the same command again to go on")
-        raise SystemExit(STATUS_INTERRUPTED) from None
-    with whole(args.out, folder=True) as folder:
-        save_drafter(folder, drafter, "float32")
-        shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
-        write_json(folder / "training.json", {**shape, **facts})
-    held.close()
+    ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
+    with ranks.joined() as of:
+        run, held = None, None
+        if of.first:
+            found = checkpoint.fingerprint(raw, identity, shards, start)
+            run = checkpoint.run_directory(args.run, found, args.changed == "fresh")
+            held = checkpoint.lock(run)
+        run = of.told(run)
+        try:
+            trust = bool(raw.get("trust_remote_code", False))
+            kinds = kinds_of(args.tokens)
+            drafter, facts = Trainer(
+                settings, machine, identity, shards, positions, run, of, trust, start, kinds
+            ).run()
+        except Interrupted:
+            of.say(f"interrupted; saved in {run}: run the same command again to go on")
+            raise SystemExit(STATUS_INTERRUPTED) from None
+        if not of.first:
+            return
+        with whole(args.out, folder=True) as folder:
+            save_drafter(folder, drafter, "float32")
+            own = settings.model_dump(mode="json")
+            shape = {"name": args.name, "run": run.name, "settings": own}
+            write_json(folder / "training.json", {**shape, **facts})
+        held.close()
     last = facts["history"][-1] if facts["history"] else {}
+    best = facts["best"]
     print(
-        f"trained {args.name}: {facts['steps']} steps, loss {last.get('loss')}, accepted by position "
-        f"{last.get('accepted_by_position')}; waited for data {facts['data_share']:.1%} of the time; "
-        f"in {args.out}"
+        f"trained {args.name}: {facts['steps']} steps, loss {last.get('loss')}, "
+        + (f"tau {best['tau_mean']:.3f} on validation at step {best['step']}; " if best else "")
+        + f"waited for data {facts['shares']['data']:.1%} of the time; in {args.out}"
     )
 
 

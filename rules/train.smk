@@ -11,6 +11,7 @@ rule train:
         identity=f"{RESULTS}/target/identity.json",
         shards=all_shards("features/{source}/{shard}.zarr"),
         manifests=all_shards("features/{source}/{shard}.json"),
+        tokens=all_shards("tokens/{source}/{shard}.parquet"),
         start=start_files,
     output:
         multiext(
@@ -41,6 +42,7 @@ rule train:
     shell:
         "trap : TERM; python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
         " python -m dflash.train --settings {params.settings:q} --machine {params.machine:q}"
-        " --identity {input.identity:q} --features {input.manifests:q} --name {wildcards.drafter:q}"
-        " --threads {threads} --run {params.run:q} --out {params.out:q} 2>&1"
+        " --identity {input.identity:q} --features {input.manifests:q} --tokens {input.tokens:q}"
+        " --name {wildcards.drafter:q} --threads {threads} --run {params.run:q} --out {params.out:q}"
+        " --changed fresh 2>&1"
         " | (trap '' TERM; exec tee {log:q})"

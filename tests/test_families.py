@@ -34,7 +34,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from dflash import config, evaluate, extract, target, train
+from dflash import config, evaluate, extract, initial, target
 from dflash.corpus import Prompt
 from dflash.decode import generate
 from dflash.drafter import Drafter
@@ -205,7 +205,7 @@ def test_the_target_stage_gives_what_a_drafter_needs(family):
 
 def some_drafter(identity: target.Identity) -> Drafter:
     settings = config.Drafter(block_size=4, num_hidden_layers=2, taps=[0, 2], mask_token_id=3)
-    return train.new_drafter(settings, identity)
+    return initial.new_drafter(settings, identity)
 
 
 def test_a_drafter_starts_from_what_plays_the_same_part(family):

@@ -75,8 +75,8 @@ def plans(stream, first, last, documents_per_step=3, rank=0, world=1):
     return (stream.plan(s, documents_per_step, WEIGHTS, rank, world) for s in range(first, last))
 
 
-def make(documents, anchors_of):
-    return data.pack(documents, anchors_of, WEIGHTS)
+def make(documents, places):
+    return data.pack(documents, [p.anchors_N for p in places], WEIGHTS)
 
 
 def loaded(stream, wanted, **machine) -> list[tuple[int, list[data.Pack]]]:

@@ -13,7 +13,7 @@ from test_train import SETTINGS
 from test_workflow import changed
 from tiny import planned, snakemake
 
-from dflash import config, train
+from dflash import checkpoint, config, initial, train
 from dflash.drafter import Drafter, load_drafter, save_drafter
 from dflash.errors import UserError
 from dflash.files import read_json
@@ -49,7 +49,7 @@ def test_shape_and_weights_are_the_checkpoints(finished, tmp_path):
     identity = read_identity(finished[0] / "results/target/identity.json")
     start = published(tmp_path / "start")
     own = config.Drafter.model_validate(settings(start))
-    drafter, given = train.new_drafter(own, identity, start=start), load_drafter(start)
+    drafter, given = initial.new_drafter(own, identity, start=start), load_drafter(start)
     assert all(torch.equal(drafter.state_dict()[k], v) for k, v in given.state_dict().items())
     assert all(p.requires_grad for p in drafter.parameters())
     c = drafter.config
@@ -71,7 +71,7 @@ def test_it_trains_from_there(finished, tmp_path):
     run = read_json(next((tmp_path / "run").glob("*/fingerprint.json")))
     again = published(tmp_path / "other", rope_theta=1e4)
     prints = [
-        train.fingerprint(own, read_identity(folder / "target/identity.json"), [], f)["start"]
+        checkpoint.fingerprint(own, read_identity(folder / "target/identity.json"), [], f)["start"]
         for f in (start, again)
     ]
     assert run["start"] == prints[0] != prints[1]
@@ -119,7 +119,7 @@ def test_where_a_start_may_lie():
 def test_a_start_that_cannot_be_fetched_is_refused():
     own = config.Drafter.model_validate(settings("org/no-such-drafter@1.0"))
     with pytest.raises(UserError, match=r"drafters.more.start: org/no-such-drafter@1.0 is not in"):
-        train.start_folder(own, "drafters.more")
+        initial.start_folder(own, "drafters.more")
 
 
 def test_the_workflow_sees_the_checkpoint_before_any_job(finished, tmp_path):

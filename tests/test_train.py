@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,9 +21,10 @@ import numpy as np
 import pytest
 import torch
 
-from dflash import config, extract, loader, train
+from dflash import checkpoint, config, extract, gradient, loader, monitor, ranks, recipe, train
 from dflash.data import pack
 from dflash.errors import UserError
+from dflash.initial import new_drafter
 from dflash.loader import Stream, frequent_tokens, load
 from dflash.loss import slot_weights
 from dflash.target import (
@@ -43,6 +45,7 @@ SETTINGS = {
         "anchors_per_document": 8,
         "lr": 3e-3,
         "dtype": "float32",
+        "validation": {"share": 0.0},
     },
 }
 MACHINE = config.TrainMachine(gpu=0)
@@ -66,9 +69,8 @@ def run(features, tmp_path, settings=None, machine=MACHINE):
     identity, _, shards, positions = features
     tmp_path.mkdir(exist_ok=True)
     settings = settings or drafter_settings()
-    return train.train(
-        settings, machine, identity, shards, positions, tmp_path, torch.device("cpu")
-    )
+    one = ranks.one(torch.device("cpu"))
+    return train.Trainer(settings, machine, identity, shards, positions, tmp_path, one).run()
 
 
 def state(drafter) -> dict[str, torch.Tensor]:
@@ -82,26 +84,31 @@ def one_gradient(
     identity, _, shards, positions = features
     settings = drafter_settings(clip=1e9, **training)
     asks_target = config.needs_last_hidden(settings)
-    drafter = train.new_drafter(settings, identity).train()
+    drafter = new_drafter(settings, identity).train()
     stream = Stream(shards, positions, 0, 8, 4, asks_target, kept=tokens)
     norm = load_final_norm(identity) if asks_target else None
-    head = train.Head(*load_embedding_and_head(identity), torch.float32, norm)
+    head = gradient.Head(*load_embedding_and_head(identity), torch.float32, norm)
     if tokens is not None:
         head.reduce(tokens)
-    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.0)
     machine = config.TrainMachine(
         micro_batch=micro_batch, checkpointing=checkpointing, loss_rows=7, **machine or {}
     )
-    weights = train.weights_of_slots(settings)
-    dtype = train.DTYPES[settings.training.dtype]
+    weights = gradient.weights_of_slots(settings)
+    dtype = gradient.DTYPES[settings.training.dtype]
 
-    def make(documents, anchors_of):
-        return train.make_pack(documents, anchors_of, weights, drafter, machine, dtype)
+    def make(documents, places):
+        anchors_of = [p.anchors_N for p in places]
+        return gradient.make_pack(documents, anchors_of, weights, drafter, machine, dtype)
 
     plan = stream.plan(0, 5, weights)
+    clock = monitor.Clock(torch.device("cpu"))
     with closing(load(stream, [plan], machine, make)) as loaded:
         _, packs = next(loaded)
-        row = train.one_step(drafter, optimizer, packs, plan.mass, head, 0, 10, settings, machine)
+        sums = gradient.accumulate(
+            drafter, packs, plan.mass, head, settings.training, machine, clock
+        )
+    row = dataclasses.asdict(sums) | {"mass": plan.mass}
+    assert row.pop("sample_ids") == []  # none without a loss
     return row, {n: p.grad for n, p in drafter.named_parameters()}
 
 
@@ -123,11 +130,13 @@ def test_updates_are_those_of_packs_that_are_all_made_first(with_last, tmp_path)
     machine = config.TrainMachine(micro_batch=2, loader_threads=3)
     found, facts = run(with_last, tmp_path / "r", settings, machine)
 
-    drafter = train.new_drafter(settings, identity).train()
-    optimizer = train.make_optimizer(drafter, settings.training)
-    weights = train.weights_of_slots(settings)
+    drafter = new_drafter(settings, identity).train()
+    (optimizer,) = recipe.make_optimizers(drafter, settings.training)
+    weights = gradient.weights_of_slots(settings)
     kept = frequent_tokens(shards, 60, identity.vocab_size, True)
-    head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
+    head = gradient.Head(
+        *load_embedding_and_head(identity), torch.float32, load_final_norm(identity)
+    )
     head.reduce(kept)
     stream = Stream(shards, positions, 0, 8, 4, True, True)
     lost = 0
@@ -136,18 +145,17 @@ def test_updates_are_those_of_packs_that_are_all_made_first(with_last, tmp_path)
         packs = []
         for i in (0, 2, 4):
             documents = [stream.read(p) for p in places[i : i + 2]]
-            rows = train.group_rows(drafter, documents, machine, torch.float32)
+            rows = gradient.group_rows(drafter, documents, machine, torch.float32)
             anchors_of = [p.anchors_N for p in places[i : i + 2]]
             packs.append(pack(documents, anchors_of, weights, rows))
         lost += sum(map(head.relabel, packs))
         mass = sum(p.mass for p in packs)
         optimizer.zero_grad(set_to_none=True)
         for packed in packs:
-            total, _ = train.pack_loss(drafter, packed, head, settings.training, machine)
+            total, _ = gradient.pack_loss(drafter, packed, head, settings.training, machine)
             (total / mass).backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(step, 4, settings.training)
+        recipe.set_rates([optimizer], recipe.rate(step, 4, settings.training))
         optimizer.step()
     assert lost == facts["history"][-1]["labels_outside_head"] > 0
     for name, value in state(drafter).items():
@@ -155,14 +163,14 @@ def test_updates_are_those_of_packs_that_are_all_made_first(with_last, tmp_path)
 
 
 def test_one_pack_of_a_step_is_in_memory(features, tmp_path, monkeypatch):
-    original, hidden, live = train.pack_loss, [], []
+    original, hidden, live = gradient.pack_loss, [], []
 
     def counting(drafter, packed, *args):
         hidden.append(weakref.ref(packed.taps_SD))
         live.append(sum(ref() is not None for ref in hidden))
         return original(drafter, packed, *args)
 
-    monkeypatch.setattr(train, "pack_loss", counting)
+    monkeypatch.setattr(gradient, "pack_loss", counting)
     machine = config.TrainMachine(micro_batch=1, loader_threads=0)
     run(features, tmp_path / "r", drafter_settings(max_steps=2), machine)
     assert live == [1] * 10
@@ -172,8 +180,8 @@ def test_waiting_for_data_is_told(features, tmp_path):
     machine = config.TrainMachine(loader_threads=0)
     _, facts = run(features, tmp_path / "r", drafter_settings(max_steps=3), machine)
     (row,) = map(json.loads, (tmp_path / "r/metrics.jsonl").read_text().splitlines())
-    assert 0 < row["data_seconds"] < row["seconds_per_step"]
-    assert 0 < facts["data_share"] < 1
+    assert 0 < row["seconds"]["data"] < 3 * row["seconds_per_step"]
+    assert 0 < facts["shares"]["data"] < 1
 
 
 def test_padding_to_constant_shapes_changes_no_gradient(features):
@@ -262,7 +270,9 @@ def test_any_split_gives_the_same_gradient_for_every_loss(with_last, labels, wei
 def test_the_targets_own_argmax_is_what_it_answered(with_last):
     """Its answers are greedy, so a shift by one position, or another norm, would show at once."""
     identity, _, shards, positions = with_last
-    head = train.Head(*load_embedding_and_head(identity), torch.float32, load_final_norm(identity))
+    head = gradient.Head(
+        *load_embedding_and_head(identity), torch.float32, load_final_norm(identity)
+    )
     stream = Stream(shards, positions, 0, 8, 4, True)
     same = {-1: [], 0: [], 1: []}
     for i in range(len(stream)):
@@ -353,28 +363,28 @@ def test_stopped_and_resumed_equals_undisturbed(with_last, tmp_path, monkeypatch
     straight, facts = run(features, tmp_path / "a", settings)
     # saves after every step
     machine = config.TrainMachine(save_minutes=1e-9, keep_last=2, **shape)
-    steps, original = facts["steps"], train.one_step
+    steps, original = facts["steps"], train.Trainer._step
 
     for stop in (3, 4, steps - 2):
 
-        def dying(*args, stop=stop):
-            if args[5] == stop:  # the step
+        def dying(trainer, plan, *args, stop=stop):
+            if plan.step == stop:
                 raise KeyboardInterrupt
-            return original(*args)
+            return original(trainer, plan, *args)
 
-        monkeypatch.setattr(train, "one_step", dying)
+        monkeypatch.setattr(train.Trainer, "_step", dying)
         with pytest.raises(KeyboardInterrupt):
             run(features, tmp_path / "b", settings, machine)
         assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
-        kept = [p.name for p in train.checkpoints(tmp_path / "b")]
+        kept = [p.name for p in checkpoint.checkpoints(tmp_path / "b")]
         assert kept == [f"step-{stop - 1:08d}", f"step-{stop:08d}"]
-    monkeypatch.setattr(train, "one_step", original)
+    monkeypatch.setattr(train.Trainer, "_step", original)
     if shape:  # other groups round otherwise; the same padding undisturbed
         straight, facts = run(features, tmp_path / "c", settings, machine)
     resumed, again = run(features, tmp_path / "b", settings, machine)
     for name, value in state(straight).items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-    timing = {"seconds_per_step", "data_seconds"}
+    timing = {"seconds_per_step", "seconds", "tokens_per_second", "peak_memory_mb"}
     for a, b in zip(again["history"], facts["history"], strict=True):  # also across the stops
         assert {k: v for k, v in a.items() if k not in timing} == {
             k: v for k, v in b.items() if k not in timing
@@ -406,17 +416,17 @@ def test_sigterm_saves_and_asks_to_be_run_again(features, finished, tmp_path):
 
 
 def test_slots_weigh_alike_before_dpace():
-    assert train.weights_of_slots(drafter_settings()).tolist() == slot_weights(4, 2.0).tolist()
+    assert gradient.weights_of_slots(drafter_settings()).tolist() == slot_weights(4, 2.0).tolist()
     even = drafter_settings(loss={"weights": "dpace", "gamma": 2.0})
-    assert train.weights_of_slots(even).tolist() == [0, 1, 1, 1]
+    assert gradient.weights_of_slots(even).tolist() == [0, 1, 1, 1]
 
 
 def test_two_trainers_in_one_run_directory_are_refused(tmp_path):
-    held = train.lock(tmp_path)
+    held = checkpoint.lock(tmp_path)
     with pytest.raises(UserError, match="another trainer"):
-        train.lock(tmp_path)
+        checkpoint.lock(tmp_path)
     held.close()
-    train.lock(tmp_path).close()
+    checkpoint.lock(tmp_path).close()
 
 
 def test_a_finished_training_says_so(features, tmp_path, capsys):
@@ -428,7 +438,7 @@ def test_a_finished_training_says_so(features, tmp_path, capsys):
 
 def test_damaged_checkpoint_is_named(features, tmp_path):
     run(features, tmp_path / "r")
-    newest = train.checkpoints(tmp_path / "r")[-1]
+    newest = checkpoint.checkpoints(tmp_path / "r")[-1]
     path = newest / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(UserError, match=f"{newest.name}: damaged checkpoint"):
@@ -437,21 +447,21 @@ def test_damaged_checkpoint_is_named(features, tmp_path):
 
 def test_half_a_line_of_metrics_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
-    assert train.cut_metrics(tmp_path, 20) == [{"step": 10}, {"step": 20}]
+    assert checkpoint.cut_metrics(tmp_path, 20) == [{"step": 10}, {"step": 20}]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10}\n{"step": 20}\n'
 
 
 def test_fingerprint_tells_settings_features_and_target_apart(features):
     identity, _, shards, _ = features
-    base = train.fingerprint({"lr": 1}, identity, shards)
-    assert base == train.fingerprint({"lr": 1}, identity, shards[::-1])
-    assert base != train.fingerprint({"lr": 2}, identity, shards)
-    assert base != train.fingerprint({"lr": 1}, identity, shards[:1])
+    base = checkpoint.fingerprint({"lr": 1}, identity, shards)
+    assert base == checkpoint.fingerprint({"lr": 1}, identity, shards[::-1])
+    assert base != checkpoint.fingerprint({"lr": 2}, identity, shards)
+    assert base != checkpoint.fingerprint({"lr": 1}, identity, shards[:1])
 
 
 def test_start_from_the_target(features):
     identity = features[0]
-    drafter = train.new_drafter(drafter_settings(), identity)
+    drafter = new_drafter(drafter_settings(), identity)
     names = ["model.norm.weight", "model.layers.3.mlp.up_proj.weight"]
     own = load_tensors(identity, names)
     assert torch.equal(drafter.norm.weight, own[names[0]].float())
@@ -460,7 +470,7 @@ def test_start_from_the_target(features):
     torch.testing.assert_close(drafter.fc(taps), taps[:, -64:])
     scratch = drafter_settings().model_copy(update={"start": "random"})
     assert not torch.equal(
-        train.new_drafter(scratch, identity).layers[0].mlp.up_proj.weight, own[names[1]].float()
+        new_drafter(scratch, identity).layers[0].mlp.up_proj.weight, own[names[1]].float()
     )
 
 
@@ -468,7 +478,7 @@ def test_reduced_head_gives_the_same_loss_as_the_same_columns(features):
     identity = features[0]
     embed, head_weight = load_embedding_and_head(identity)
     tokens = np.array([4, 9, 17, 30])
-    head = train.Head(embed, head_weight, torch.float32)
+    head = gradient.Head(embed, head_weight, torch.float32)
     head.reduce(tokens)
     assert torch.equal(head.head_VH, head_weight[torch.from_numpy(tokens)].float())
     stream = Stream(*features[2:], 0, 8, 4)
@@ -482,32 +492,17 @@ def test_reduced_head_gives_the_same_loss_as_the_same_columns(features):
     assert torch.equal(torch.from_numpy(tokens)[packed.labels_NB[inside]], before[inside])
 
 
-def test_learning_rate_rises_and_falls():
-    t = config.Training(lr=1.0 - 1e-9, warmup_share=0.1)
-    rates = [train.learning_rate(s, 100, t) for s in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
-    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.5)
-    assert rates[99] < 0.001 and all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
-
-
-def test_no_weight_decay_on_norms(features):
-    drafter = train.new_drafter(drafter_settings(), features[0])
-    groups = train.make_optimizer(drafter, drafter_settings().training).param_groups
-    assert {p.dim() for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.01
-    assert {p.dim() for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
-
-
 def test_a_loss_that_is_not_finite_stops_and_names_the_samples(features, tmp_path, monkeypatch):
-    original = train.pack_loss
+    original = gradient.pack_loss
 
     def broken(*args):
         total, correct = original(*args)
         return total * math.nan, correct
 
-    monkeypatch.setattr(train, "pack_loss", broken)
+    monkeypatch.setattr(gradient, "pack_loss", broken)
     with pytest.raises(UserError, match="not finite .*samples [0-9a-f]{16}"):
         run(features, tmp_path / "r")
-    assert train.checkpoints(tmp_path / "r") == []
+    assert checkpoint.checkpoints(tmp_path / "r") == []
 
 
 def test_taps_that_are_not_stored_are_refused(features):
@@ -527,7 +522,7 @@ def test_features_of_another_target_are_refused(features):
 
 def test_accepted_counts_the_leading_run():
     right = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
-    assert train.accepted_by_position(right).tolist() == [3, 1, 5]
+    assert gradient.accepted_by_position(right).tolist() == [3, 1, 5]
 
 
 def test_weights_do_not_depend_on_the_hash_seed(features, tmp_path):
@@ -561,14 +556,14 @@ def test_gains_of_targets_that_multiply_by_one_plus_weight(features, monkeypatch
     """A drafter's norm multiplies by its weight alone, so such targets' gains are raised by one."""
     settings, identity = drafter_settings(), features[0]
     assert train.target.norm_offset(identity) == 0
-    plain = train.new_drafter(settings, identity)
+    plain = new_drafter(settings, identity)
 
     class OnePlus(torch.nn.RMSNorm):
         def forward(self, x):
             return torch.nn.functional.rms_norm(x, self.normalized_shape) * (1 + self.weight)
 
     monkeypatch.setattr(train.target, "load_final_norm", lambda *a: OnePlus(identity.hidden_size))
-    raised = train.new_drafter(settings, identity)
+    raised = new_drafter(settings, identity)
     torch.testing.assert_close(raised.norm.weight, plain.norm.weight + 1)
     for name, p in plain.layers.named_parameters():
         other = raised.layers.get_parameter(name)

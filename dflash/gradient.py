@@ -1,0 +1,214 @@
+"""One training step's gradient: the losses of some packs of documents, and what is counted on the way.
+
+Shapes: N blocks · B slots of a block · S context rows · V rows of the head · H hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from dflash import attention, config, data, loss
+from dflash.drafter import DTYPES, Drafter, block_input
+from dflash.monitor import Clock
+
+
+def weights_of_slots(settings: config.Drafter, block_size: int | None = None) -> torch.Tensor:
+    """Weight of each slot before any D-PACE factor, whose sums are the weight mass; float32 [B]."""
+    block = block_size or settings.block_size
+    decays = settings.training.loss.weights == "decay"
+    return loss.slot_weights(block, config.gamma(settings, block) if decays else math.inf)
+
+
+class Head:
+    """The target's frozen embedding table and head, the latter perhaps reduced to frequent tokens,
+    and its final norm and the cap of its logits where its own distribution is asked for."""
+
+    def __init__(
+        self,
+        embed_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        dtype: torch.dtype,
+        norm: nn.Module | None = None,
+        cap: float | None = None,
+    ):
+        self.embed_VH, self.head_VH = embed_VH, head_VH.to(dtype)
+        self.whole_VH = self.head_VH
+        self.norm = norm.to(head_VH.device, dtype) if norm is not None else None
+        self.cap = cap
+        self.row_of: torch.Tensor | None = None
+
+    def reduce(self, tokens: np.ndarray) -> None:
+        """Learn with these tokens' rows only; other labels become unsupervised."""
+        ids = torch.from_numpy(tokens).to(self.head_VH.device)
+        row_of = torch.full((self.head_VH.shape[0],), -1, device=ids.device)
+        row_of[ids] = torch.arange(len(ids), device=ids.device)
+        self.head_VH, self.row_of = self.head_VH[ids].contiguous(), row_of.cpu()
+
+    def relabel(self, pack: data.Pack) -> int:
+        """Labels as rows of the reduced head. Returns how many lost their supervision."""
+        if self.row_of is None:
+            return 0
+        labels = pack.labels_NB
+        rows = torch.where(labels >= 0, self.row_of[labels.clamp_min(0)], -1)
+        lost = (labels >= 0) & (rows < 0)
+        pack.labels_NB = rows
+        pack.weights_NB = torch.where(rows >= 0, pack.weights_NB, 0.0)
+        return int(lost.sum())
+
+
+def pack_loss(
+    drafter: Drafter,
+    pack: data.Pack,
+    head: Head,
+    training: config.Training,
+    machine: config.TrainMachine,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the slot losses of a pack, and which slots the drafter got right.
+
+    Returns (sum [], correct bool [N, B], false where nothing is supervised).
+    """
+    dtype, kind = DTYPES[training.dtype], training.loss
+    device = head.embed_VH.device
+    block = block_input(
+        head.embed_VH,
+        pack.anchor_tokens_N.to(device),
+        pack.labels_NB.shape[1],
+        drafter.config.mask_token_id,
+    ).float()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        taps = pack.taps_SD.to(device, non_blocking=True)
+        hidden = drafter(
+            taps if dtype == torch.bfloat16 else taps.float(),
+            block,
+            pack.layout,
+            machine.attention,
+            machine.checkpointing,
+            machine.reentrant,
+        )
+    teacher = None
+    if kind.labels != "data":
+        last = pack.last_SH.to(device, non_blocking=True)
+        teacher = loss.Teacher(last, pack.target_rows_NB.to(device), head.norm, head.cap)
+    return loss.block_loss(
+        hidden,
+        head.head_VH,
+        pack.labels_NB.to(device),
+        pack.weights_NB.to(device),
+        machine.loss_rows,
+        teacher,
+        soft=kind.labels == "soft",
+        dpace_alpha=kind.dpace_alpha if kind.weights == "dpace" else None,
+    )
+
+
+def make_pack(
+    documents: list[data.Document],
+    anchors_of: list[np.ndarray],
+    slot_weights_B: torch.Tensor,
+    drafter: Drafter,
+    machine: config.TrainMachine,
+    dtype: torch.dtype,
+) -> data.Pack:
+    """The documents as `pack_loss` wants them; `dtype` is that of the matrix products."""
+    return data.pack(
+        documents,
+        anchors_of,
+        slot_weights_B,
+        group_rows(drafter, documents, machine, dtype),
+        machine.pad_context,
+        machine.pad_blocks,
+        pin=next(drafter.parameters()).device.type == "cuda",
+    )
+
+
+def group_rows(
+    drafter: Drafter,
+    documents: list[data.Document],
+    machine: config.TrainMachine,
+    dtype: torch.dtype,
+) -> int:
+    """Slots in one attention group: as set, or as many as the memory target of the device allows."""
+    if machine.group_rows is not None:
+        return machine.group_rows
+    c = drafter.config
+    kind = next(drafter.parameters()).device.type
+    limit = machine.group_mb * 2**20 if machine.group_mb else attention.group_bytes(kind)
+    longest = max(len(d.input_ids) for d in documents)
+    return attention.group_rows_within(
+        limit,
+        min(longest, c.sliding_window or longest),
+        c.block_size,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+        c.head_dim,
+        dtype.itemsize,
+    )
+
+
+def accepted_by_position(correct_NB: torch.Tensor) -> torch.Tensor:
+    """Leading run of right slots of each block plus the bonus token; [N].
+
+    Averaged over training positions this is an indication, not the acceptance length of decoding:
+    predictable stretches hold many positions but few cycles (`dflash.validate` walks them).
+    """
+    return correct_NB[:, 1:].long().cumprod(-1).sum(-1) + 1
+
+
+@dataclass
+class Counted:
+    """Sums over the packs of a step, or of several steps and ranks."""
+
+    loss: float = 0.0  # not yet divided by the mass
+    accepted: float = 0.0  # tokens that blocks would gain, the bonus among them
+    first: float = 0.0  # blocks whose first slot is right
+    blocks: float = 0.0
+    tokens: float = 0.0
+    slots: float = 0.0  # that may teach something
+    supervised: float = 0.0  # of these, those that do
+    outside_head: float = 0.0  # of the others, those whose label the reduced head lacks
+    sample_ids: list[str] = field(default_factory=list)  # whose loss is no number
+
+
+def accumulate(
+    drafter: Drafter,
+    packs: Iterable[data.Pack],
+    mass: float,
+    head: Head,
+    training: config.Training,
+    machine: config.TrainMachine,
+    clock: Clock,
+) -> Counted:
+    """Add the gradient of some packs to that of the weights.
+
+    The loss is divided by the weight mass of the whole step on all ranks (see `dflash.loss`), which
+    is known before the first pack is made, so that packs of any size on any rank give the same
+    gradient up to rounding and need not be there together.
+    """
+    sums = Counted()
+    for packed in packs:
+        sums.outside_head += head.relabel(packed)
+        sums.tokens += packed.real_rows
+        if mass:  # 0 is possible only with a reduced head
+            with clock("forward"):
+                total, correct = pack_loss(drafter, packed, head, training, machine)
+            with clock("backward"):
+                (total / mass).backward()
+            value = float(total.detach())
+            if not math.isfinite(value):
+                sums.sample_ids += packed.sample_ids
+            right = correct[: packed.real_blocks]
+            sums.loss += value
+            sums.accepted += int(accepted_by_position(right).sum())
+            sums.first += int(right[:, 1].sum())
+            sums.blocks += packed.real_blocks
+            sums.slots += right[:, 1:].numel()
+            sums.supervised += int((packed.weights_NB > 0).sum())
+            del total, correct, right
+        del packed  # with its masks, before the next one comes
+    return sums
