@@ -74,7 +74,7 @@ def one(
             *("train", "--settings", json.dumps(settings), "--name", "demo"),
             *("--machine", config.machine_settings(workflow, "train"), "--threads", threads),
             *("--identity", identity, "--features", *manifests),
-            *("--run", folder / "run", "--out", folder / "drafter"),
+            *("--runs", folder / "run", "--out", folder / "drafter"),
         )
     out = folder / "heldout.json"
     if not out.exists():

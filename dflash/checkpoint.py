@@ -66,7 +66,7 @@ def run_directory(root: Path, found: dict[str, Any], fresh: bool) -> Path:
     )
     if strange:
         raise UserError(
-            f"{root}: not a folder of training runs, it holds {', '.join(strange[:3])}; give --run a "
+            f"{root}: not a folder of training runs, it holds {', '.join(strange[:3])}; give --runs a "
             "new or empty folder"
         )
     run = root / text_sha256(config.canonical(found))[:12]

@@ -141,7 +141,7 @@ class Stream:
         # Sorted by id, so that the order does not depend on how documents lie in shards.
         order = np.argsort(ids, kind="stable")
         final = np.append(ids[order][1:] != ids[order][:-1], True)
-        chosen = order[final]
+        chosen = order[final[: len(ids)]]
         self.repeated = len(ids) - len(chosen)
         self.unusable = int(len(chosen) - usable[chosen].sum())
         chosen = chosen[usable[chosen]]

@@ -62,7 +62,7 @@ STEP = 64  # anchors; the largest number that fits is searched in these
 
 TERMS = {
     "weights": "the drafter in float32, and its bf16 copies for matrix products",
-    "optimiser": "AdamW's two moments, and the gradients that exist at the peak",
+    "optimiser": "moments, moving average, and the gradients that exist at the peak",
     "target": "the target's embedding table and head, its final norm",
     "batch": "hidden states of the pack",
     "activations": "what layers keep for the backward pass, and what they compute in passing",
@@ -100,6 +100,25 @@ class Shape:
     group_rows: int | None = None  # None: what fits group_mb
     group_mb: int | None = None  # MiB; None: what `group_bytes` says
     window: int | None = None
+    optimizer: str = "adamw"
+    averaged: bool = False  # a moving average of the weights is kept
+    ranks: int = 1  # GPUs that share out the documents of a step
+    sharded: bool = False  # and the weights, gradients and moments
+
+    @property
+    def parts(self) -> int:
+        """In how many parts what stays between steps lies."""
+        return self.ranks if self.sharded else 1
+
+    @property
+    def states(self) -> int:
+        """Numbers that the optimiser and the moving average keep: two moments a weight by AdamW, one a
+        matrix's by Muon."""
+        gains = 2 * self.hidden + self.layers * (2 * self.hidden + 2 * self.head_dim)
+        moments = 2 * self.weights
+        if self.optimizer == "muon":
+            moments -= self.weights - gains
+        return moments + self.averaged * self.weights
 
     @property
     def weights(self) -> int:
@@ -205,8 +224,11 @@ class Step:
         """The second step, when moments exist, with as many packs as asked (two stand for more)."""
         s, book = self.s, self.book
         book.phase = "between steps"
-        book.take("weights", WIDE * s.weights)
-        book.take("optimiser", 2 * WIDE * s.weights)
+        book.take("weights", WIDE * s.weights // s.parts)
+        book.take("optimiser", WIDE * s.states // s.parts)
+        if s.sharded:  # the outermost group and two layers, this one and the next, are gathered
+            gathered = s.weights - (s.layers - min(s.layers, 2)) * s.layer_weights
+            book.take("weights", WIDE * gathered)
         self.target()
         for _ in range(min(s.packs, 2)):
             self.pack()
@@ -224,7 +246,9 @@ class Step:
         s, stored = self.s, BYTES[self.s.target_dtype]
         self.book.take("target", stored * s.vocab * s.hidden)
         rows = s.head_rows or s.vocab
-        if not (s.tied and rows == s.vocab and stored == self.e):
+        if not (s.tied and stored == self.e):
+            self.book.take("target", self.e * s.vocab * s.hidden)
+        if rows < s.vocab:
             self.book.take("target", self.e * rows * s.hidden)
 
     def pack(self) -> None:
@@ -306,7 +330,9 @@ class Step:
         if owner in self.made:
             self.book.swing("optimiser", size)
         else:
-            self.book.take("optimiser", size)
+            if self.s.sharded:  # whole, until its parts are handed out
+                self.book.swing("optimiser", size)
+            self.book.take("optimiser", size // self.s.parts)
             self.made.add(owner)
         if narrow:
             self.book.drop(narrow)
@@ -876,7 +902,7 @@ def fixed_bytes(shape: Shape) -> int:
     """What a step takes however small the pack is: weights, moments, gradients, the target's tensors."""
     step = Step(shape)
     step.target()
-    return step.book.peak + 4 * WIDE * shape.weights
+    return step.book.peak + WIDE * (2 * shape.weights + shape.states) // shape.parts
 
 
 @lru_cache(maxsize=4096)
@@ -1036,7 +1062,9 @@ def shape_of(
     given = tokens is not None or anchors is not None
     longest = longest_document(workflow)
     per_step = d.training.documents_per_step
-    documents = 1 if given else min(machine.micro_batch, per_step)
+    ranks = max(1, machine.gpu) if device == "cuda" else 1
+    of_rank = -(-per_step // ranks)
+    documents = 1 if given else min(machine.micro_batch, of_rank)
     tokens = tokens or machine.pad_context or documents * longest
     anchors = anchors or machine.pad_blocks or documents * d.training.anchors_per_document
     loss = d.training.loss
@@ -1057,7 +1085,7 @@ def shape_of(
         backend=machine.attention,
         checkpointing=machine.checkpointing,
         documents=documents,
-        packs=-(-per_step // documents),
+        packs=-(-of_rank // documents),
         head_rows=loss.head_tokens,
         tied=target.get("embedding_tensor", 0) == target.get("head_tensor", 1),
         labels=loss.labels,
@@ -1065,6 +1093,10 @@ def shape_of(
         group_rows=machine.group_rows,
         group_mb=machine.group_mb,
         window=d.sliding_window,
+        optimizer=d.training.optimizer,
+        averaged=d.training.ema is not None,
+        ranks=ranks,
+        sharded=machine.sharding == "fsdp" and ranks > 1,
     )
 
 
@@ -1157,7 +1189,9 @@ def plan(
         "largest_anchors": {
             f"{c:g}": {str(t): largest_anchors(one, c, t) for t in columns} for c in cards
         },
-        "disk": disk(workflow, workflow.drafters[name]),
+        "disk": disk(workflow, workflow.drafters[name])
+        | {"checkpoint_bytes": WIDE * (shape.weights + shape.states)}
+        | {"checkpoints": workflow.machine.train.keep_last + 1},
         "starting_point": starting_point(),
     }
 
@@ -1184,7 +1218,8 @@ def text(found: dict[str, Any]) -> str:
     s, d, start = found["shape"], found["disk"], found["starting_point"]
     out = [
         f"drafter {found['drafter']}: a pack of {s['tokens']:,} tokens in {s['documents']} document(s), "
-        f"{s['anchors']:,} anchors, block {s['block']}, {s['layers']} layers, {s['dtype']} products",
+        f"{s['anchors']:,} anchors, block {s['block']}, {s['layers']} layers, {s['dtype']} products"
+        + (f", on each of {s['ranks']} GPUs" if s["ranks"] > 1 else ""),
         "",
         f"Memory of one step on a GPU, {s['backend']} attention, checkpointing {s['checkpointing']}: "
         f"{size(found['peak_bytes'])} (peak in: {found['peak_when']})",
@@ -1214,6 +1249,8 @@ def text(found: dict[str, Any]) -> str:
         f"{d['taps']} taps{last}",
         f"  {size(d['epoch_bytes']):>9}  read in an epoch of this drafter, chunks being read whole; "
         f"{size(d['training_bytes'])} in its training",
+        f"  {size(d['checkpoints'] * d['checkpoint_bytes']):>9}  at most in its run directory: the newest "
+        f"{d['checkpoints'] - 1} checkpoints and the best one, {size(d['checkpoint_bytes'])} each",
         "",
         f"Where the project started ({START.tokens:,} tokens, {START.anchors:,} anchors, block "
         f"{START.block}, {START.layers} layers of Qwen3-8B geometry, bf16):",

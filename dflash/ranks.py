@@ -117,7 +117,7 @@ def joined(minutes: float = 30.0) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
-    except SystemExit:
+    except SystemExit:  # agreed upon
         raise
     except BaseException as e:
         _end(e)
@@ -127,15 +127,36 @@ def joined(minutes: float = 30.0) -> Iterator[Ranks]:
 
 
 def start_others(gpus: int, module: str, argv: list[str]) -> None:
-    """Become torchrun with a process for each of several GPUs, where there are as many.
+    """Run a module in a process for each of several GPUs, where there are as many, and exit with the
+    status of those processes.
 
     Under torchrun, and with one GPU or none, nothing happens.
     """
     count = min(gpus, torch.cuda.device_count())
     if count < 2 or "RANK" in os.environ:
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(sys.executable, [*command, f"--nproc-per-node={count}", "-m", module, *argv])
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    how = LaunchConfig(  # as `torchrun --standalone`
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(how, sys.executable)("-m", module, *argv)
+    except ChildFailedError as e:  # has spoken for itself
+        _, first = e.get_first_failure()
+        status = first.exitcode
+        raise SystemExit(status if status > 0 else 128 - status) from None
+    except SignalException as e:  # passed on, and waited for
+        raise SystemExit(128 + int(e.sigval)) from None
+    raise SystemExit(0)
 
 
 class _Another(Exception):

@@ -116,7 +116,7 @@ class Average:
     smaller, the steps up to s weigh about (s / t)^9 together, so that nearly all of the average is
     the last quarter of the training so far. (Dividing by 1 - decay^t, as Adam does, forgets the
     start too, but averages evenly over all the early steps, whose weights are not worth keeping.)
-    The rule needs only t, so a checkpoint has to keep nothing but `tensors`.
+    The rule is TensorFlow's; it needs only t, so that a checkpoint keeps nothing but `tensors`.
     """
 
     tensors: dict[str, Tensor]  # the averages by parameter name; to be restored in place

@@ -1,7 +1,7 @@
 """Train one drafter on the target's stored hidden states.
 
     python -m dflash.train --settings S --machine M --identity results/target/identity.json \\
-        --features results/features/*/*.json --name demo --run results/runs/demo --out results/drafters/demo
+        --features results/features/*/*.json --name demo --runs results/runs/demo --out results/drafters/demo
 
 Under torchrun the processes share out every step's documents:
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import signal
 import sys
 import threading
@@ -435,7 +436,7 @@ class Trainer:
         with self.clock("validate"):
             measured = self.drafter
             if self.average is not None or of.sharded:
-                measured = self._whole()
+                measured = self._whole(of.device)
             mine = self.held[of.rank :: of.world]
             for size in self.sizes:
                 responses = validate.measure(
@@ -471,18 +472,18 @@ class Trainer:
                 self.of,
             )
 
-    def _whole(self) -> Drafter:
+    def _whole(self, device: torch.device) -> Drafter:
         """A copy with all weights, or their moving averages, on every rank."""
         average = self.average
         own = average.tensors if average is not None else dict(self.drafter.named_parameters())
-        copy = Drafter(self.drafter.config).to(self.of.device).requires_grad_(False).eval()
+        copy = Drafter(self.drafter.config).to(device).requires_grad_(False).eval()
         for name, p in copy.named_parameters():
             p.copy_(ranks.full(own[name].detach()))
         return copy
 
     def _handed_over(self) -> Drafter:
         """The weights that accepted most on validation; without one, the last."""
-        final, best = self._whole(), self.state.best
+        final, best = self._whole(torch.device("cpu")), self.state.best
         if best is not None and best["step"] != self.steps:
             checkpoint.load_best(self.folder, best["step"], final, self.average is not None)
         return final
@@ -577,75 +578,75 @@ def main(argv: list[str] | None) -> None:
     parser.add_argument("--features", required=True, nargs="+", help="manifests of feature shards")
     parser.add_argument("--tokens", nargs="*", default=[], help="their token files, for kinds")
     parser.add_argument("--name", required=True, help="the drafter's name")
-    parser.add_argument("--run", required=True, type=Path, help="folder that keeps checkpoints")
+    parser.add_argument("--runs", required=True, type=Path, help="folder that keeps checkpoints")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished drafter")
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--threads", type=int, help="CPU threads, of all processes of a node")
     parser.add_argument(
         "--changed",
         choices=("refuse", "fresh"),
         default="refuse",
-        help="where --run holds a training with other settings, features or code only: refuse, naming "
+        help="where --runs holds a training with other settings, features or code only: refuse, naming "
         "what differs, or start a new one beside it",
     )
     args = parser.parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    raw = read_settings(args.settings)
-    settings = config.check(
-        config.Drafter,
-        {k: v for k, v in raw.items() if k not in ("stage", "version", "trust_remote_code")},
-        f"drafters.{args.name}",
-    )
     machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
+    ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
+    if args.threads:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, args.threads // here))
+    with ranks.joined() as of:
+        stage(args, machine, of)
+
+
+def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> None:
+    """Check everything, train, and let rank 0 write the outputs."""
+    where = f"drafters.{args.name}"
+    raw = read_settings(args.settings)
+    own = {k: v for k, v in raw.items() if k not in ("stage", "version", "trust_remote_code")}
+    settings = config.check(config.Drafter, own, where)
     identity = target.read_identity(args.identity)
     # Once more, with what the target itself says: stated facts may know fewer end tokens.
     facts = {name: getattr(identity, name) for name in config.TargetFacts.model_fields}
-    config.check_against_target(settings, config.TargetFacts(**facts), f"drafters.{args.name}")
-    taps = config.tap_ids(settings, identity.num_hidden_layers)
-    asks_target = config.needs_last_hidden(settings)
-    shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
-
-    start = start_folder(settings, f"drafters.{args.name}")
-    if start is not None:
-        found = read_drafter_config(start)
-        config.check_start(settings, config.TargetFacts(**facts), found, f"drafters.{args.name}")
-
-    if machine.attention == "flex" and not torch.cuda.is_available():
+    config.check_against_target(settings, config.TargetFacts(**facts), where)
+    if machine.attention == "flex" and of.device.type != "cuda":
         raise UserError(
             "machine.train.attention: found flex, which trains on CUDA devices only, and there is none here; "
             "use split"
         )
-    ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
-    with ranks.joined() as of:
-        run, held = None, None
-        if of.first:
-            found = checkpoint.fingerprint(raw, identity, shards, start)
-            run = checkpoint.run_directory(args.run, found, args.changed == "fresh")
-            held = checkpoint.lock(run)
-        run = of.told(run)
-        try:
-            trust = bool(raw.get("trust_remote_code", False))
-            kinds = kinds_of(args.tokens)
-            drafter, facts = Trainer(
-                settings, machine, identity, shards, positions, run, of, trust, start, kinds
-            ).run()
-        except Interrupted:
-            of.say(f"interrupted; saved in {run}: run the same command again to go on")
-            raise SystemExit(STATUS_INTERRUPTED) from None
-        if not of.first:
-            return
-        with whole(args.out, folder=True) as folder:
-            save_drafter(folder, drafter, "float32")
-            own = settings.model_dump(mode="json")
-            shape = {"name": args.name, "run": run.name, "settings": own}
-            write_json(folder / "training.json", {**shape, **facts})
-        held.close()
-    last = facts["history"][-1] if facts["history"] else {}
-    best = facts["best"]
+    taps = config.tap_ids(settings, identity.num_hidden_layers)
+    asks_target = config.needs_last_hidden(settings)
+    shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
+    kinds = kinds_of(args.tokens)
+    start = start_folder(settings, where)
+    if start is not None:
+        found = read_drafter_config(start)
+        config.check_start(settings, config.TargetFacts(**facts), found, where)
+
+    run = held = None
+    if of.first:
+        decides = checkpoint.fingerprint(raw, identity, shards, start)
+        run = checkpoint.run_directory(args.runs, decides, args.changed == "fresh")
+        held = checkpoint.lock(run)
+    run = of.told(run)
+    trust = bool(raw.get("trust_remote_code", False))
+    trainer = Trainer(settings, machine, identity, shards, positions, run, of, trust, start, kinds)
+    try:
+        drafter, known = trainer.run()
+    except Interrupted:
+        of.say(f"interrupted; saved in {run}: run the same command again to go on")
+        raise SystemExit(STATUS_INTERRUPTED) from None
+    if held is None:
+        return  # rank 0 writes
+    with whole(args.out, folder=True) as folder:
+        save_drafter(folder, drafter, "float32")
+        shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
+        write_json(folder / "training.json", {**shape, **known})
+    held.close()
+    last, best = known["history"][-1] if known["history"] else {}, known["best"]
     print(
-        f"trained {args.name}: {facts['steps']} steps, loss {last.get('loss')}, "
+        f"trained {args.name}: {known['steps']} steps, loss {last.get('loss')}, "
         + (f"tau {best['tau_mean']:.3f} on validation at step {best['step']}; " if best else "")
-        + f"waited for data {facts['shares']['data']:.1%} of the time; in {args.out}"
+        + f"waited for data {known['shares']['data']:.1%} of the time; in {args.out}"
     )
 
 

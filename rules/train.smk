@@ -43,6 +43,6 @@ rule train:
         "trap : TERM; python -m dflash.launch --gpus {resources.gpu} --needs {params.needs} --"
         " python -m dflash.train --settings {params.settings:q} --machine {params.machine:q}"
         " --identity {input.identity:q} --features {input.manifests:q} --tokens {input.tokens:q}"
-        " --name {wildcards.drafter:q} --threads {threads} --run {params.run:q} --out {params.out:q}"
+        " --name {wildcards.drafter:q} --threads {threads} --runs {params.run:q} --out {params.out:q}"
         " --changed fresh 2>&1"
         " | (trap '' TERM; exec tee {log:q})"

@@ -4,8 +4,10 @@ import pytest
 import torch
 from test_decode import END, PROMPTS, fit, make_drafter
 
-from dflash import acceptance
+from dflash import acceptance, loss
+from dflash.attention import Layout
 from dflash.decode import generate
+from dflash.drafter import block_input
 from dflash.taps import Taps, run_decoder
 from dflash.target import load_model
 
@@ -71,3 +73,58 @@ def test_reading_a_response_gives_the_cycles_of_decoding_it(target, shape, ident
             assert walked[:count] == real[:count]
             gained += real[:count]
     assert max(gained) > 2 and min(gained) == 1 and len(gained) > 20  # the test sees all cases
+
+
+@torch.no_grad()
+def all_slots_at_once(drafter, embed, head, features, ids, anchors, block, ends):
+    """The obvious way, which asks the head for every slot of every block."""
+    layout = Layout(torch.tensor([0, len(ids)]), anchors, block)
+    x = block_input(embed, ids[anchors], block, drafter.config.mask_token_id)
+    guesses = head(drafter(features, x, layout)[:, 1:]).argmax(-1)
+    at = anchors[:, None] + torch.arange(1, block)
+    right = (at < ends[:, None]) & (guesses == ids[at.clamp_max(len(ids) - 1)])
+    return right.long().cumprod(-1).sum(-1)
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(sliding=4)])
+def test_the_head_is_asked_no_further_than_the_run_goes(
+    shape, tiny_llama, identity_of, monkeypatch
+):
+    model = load_model(identity_of(tiny_llama), "float32", device=torch.device("cpu")).double()
+    drafter = fit(model, make_drafter(**shape))
+    embed, head, asked = model.get_input_embeddings().weight, model.get_output_embeddings(), []
+
+    def counted(hidden):
+        asked.append(len(hidden))
+        return head(hidden)
+
+    (response,), _ = generate(model, PROMPTS[2:3], 50, [END])
+    ids = torch.tensor(PROMPTS[2] + response.tokens)
+    with Taps(model, drafter.config.target_layer_ids) as taps, torch.no_grad():
+        run_decoder(model, input_ids=ids[None])
+    features, anchors = taps.stack()[0].flatten(1), torch.arange(5, len(ids))
+    text = (drafter, embed, counted, features, ids, anchors)
+    middle = (anchors // 20 + 1) * 20  # as if responses ended every 20 tokens
+    for block in (2, 6):
+        for ends in (None, middle.clamp_max(len(ids)), middle - 21):
+            asked.clear()
+            runs = acceptance.accepted_runs(*text, block, ends)
+            ends = torch.full_like(anchors, len(ids)) if ends is None else ends
+            # each slot of the run, and the first wrong one if there is something to guess
+            guessed = torch.minimum(runs + 1, (ends - anchors - 1).clamp_min(0)).clamp_max(
+                block - 1
+            )
+            assert sum(asked) == guessed.sum()
+            want = all_slots_at_once(drafter, embed, head, *text[3:], block, ends)
+            assert torch.equal(runs, want)
+        assert not runs.any() and not asked
+    runs = acceptance.accepted_runs(*text)
+    assert runs.max() > 2 and runs.min() == 0
+    # in pieces of any size
+    monkeypatch.setattr(acceptance, "SLOTS", 1)
+    monkeypatch.setattr(
+        acceptance, "rows_within", lambda kind, vocab: loss.rows_within(kind, 1 << 40)
+    )
+    asked.clear()
+    assert torch.equal(acceptance.accepted_runs(*text), runs) and max(asked) == 1
+    assert acceptance.accepted_runs(*text[:5], anchors[:0]).tolist() == []

@@ -86,3 +86,13 @@ def test_padding_adds_a_document_of_zeros_that_sees_and_teaches_nothing():
     assert fixed.mass == plain.mass
     assert fixed.layout.start_N.tolist()[3:] == [13, 13]  # a document of their own
     assert fixed.layout.block_positions_NB[3:].tolist() == [[0, 1, 2]] * 2
+
+
+def test_responses_are_runs_of_supervised_tokens():
+    def found(mask: str) -> list[list[int]]:
+        return data.responses(document("a", mask).loss_mask).tolist()
+
+    assert found("0011101") == [[2, 5], [6, 7]]
+    assert found("1100110") == [[0, 2], [4, 6]]
+    assert found("111") == [[0, 3]]
+    assert found("000") == found("") == []

@@ -243,6 +243,55 @@ def test_a_sample_in_two_shards_counts_once():
     assert stream.read(found["a"]).input_ids.tolist() == documents[3].input_ids.tolist()
 
 
+def test_what_is_kept_for_validation_might_as_well_not_exist():
+    documents = [document(f"{i:02d}", "00111" + i % 5 * "01", seed=i) for i in range(9)]
+    documents += [document("no", "0001"), document("03", "0011")]
+    kept = ["08", "03", "no", "elsewhere"]
+    left = [d for d in documents if d.sample_id not in kept]
+    for settings in (dict(), dict(everywhere=True), dict(kept=np.arange(0, 99, 2))):
+        stream = make_stream(documents, without=kept, **settings)
+        other = make_stream(left, shards=1, **settings)
+        assert len(stream) == len(other) == 7
+        assert (stream.unusable, stream.repeated) == (other.unusable, other.repeated) == (0, 0)
+        assert stream.longest == other.longest
+        for i in range(21):
+            a, b = stream.place(i), other.place(i)
+            assert a.sample_id == b.sample_id and a.anchors_N.tolist() == b.anchors_N.tolist()
+            assert a.slots_B.tolist() == b.slots_B.tolist()
+            assert stream.read(a).input_ids.tolist() == other.read(b).input_ids.tolist()
+    with pytest.raises(UserError, match="hold no supervised block"):
+        make_stream(documents, without=[d.sample_id for d in documents])
+
+
+def test_the_longest_run_of_supervised_tokens():
+    documents = [document("a", "0111"), document("b", "00111010110"), document("c", "0001")]
+    assert make_stream(documents).longest == 3
+    assert make_stream(documents, everywhere=True).longest == 10
+    assert make_stream(documents, without="ab", everywhere=True).longest == 3
+    # of the copy that is read
+    documents = [document("a", "01111111"), document("b", "0011"), document("a", "0111")]
+    assert make_stream(documents, shards=1).longest == 3
+
+
+def test_steps_may_have_blocks_of_other_sizes():
+    """The same documents and anchors, whatever the size; the mass is that of the step's own."""
+    stream = make_stream(anchors_per_document=9)
+    for size in (2, B, 9):
+        weights, of_size = slot_weights(size, 2.0), make_stream(anchors_per_document=9, block=size)
+        for step in range(5):
+            plan = stream.plan(step, 3, weights)
+            same = of_size.plan(step, 3, weights)
+            assert plan.mass == same.mass > 0
+            for p, q in zip(plan.places, same.places, strict=True):
+                assert len(p.slots_B) == size and p.slots_B.tolist() == q.slots_B.tolist()
+                assert p.anchors_N.tolist() == q.anchors_N.tolist()
+            documents = [stream.read(p) for p in plan.places]
+            packed = data.pack(documents, [p.anchors_N for p in plan.places], weights)
+            assert plan.mass == pytest.approx(packed.mass)
+        assert len(stream.place(0, size).slots_B) == size
+    assert stream.block == len(stream.place(0).slots_B) == B
+
+
 def test_blocks_everywhere_lie_in_prompts_too():
     documents = [document("a", "0000001"), document("b", "0001111")]
     stream = make_stream(documents, anchors_per_document=99)

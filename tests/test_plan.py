@@ -159,6 +159,46 @@ def test_labels_of_the_target_cost_another_state(workflow: config.Workflow) -> N
     assert found["epoch_bytes"] == plain["epoch_bytes"] * 6 // 5
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_counts_what_optimisers_keep(optimizer: str) -> None:
+    from test_decode import make_drafter
+
+    from dflash import recipe
+
+    drafter = make_drafter()
+    c, training = drafter.config, config.Training(optimizer=optimizer)
+    optimizers = recipe.make_optimizers(drafter, training)
+    for p in drafter.parameters():
+        p.grad = p.detach().clone()
+    for one in optimizers:
+        one.step()
+    states = [v for one in optimizers for moments in one.state.values() for v in moments.values()]
+    sizes = {"hidden": c.hidden_size, "heads": c.num_attention_heads, "head_dim": c.head_dim}
+    sizes |= {"kv_heads": c.num_key_value_heads, "intermediate": c.intermediate_size}
+    sizes |= {"layers": c.num_hidden_layers, "taps": len(c.target_layer_ids)}
+    shape = replace(plan.START, **sizes, optimizer=optimizer)
+    assert shape.weights == sum(p.numel() for p in drafter.parameters())
+    assert shape.states == sum(v.numel() for v in states if v.dim() > 0)
+    assert replace(shape, averaged=True).states == shape.states + shape.weights
+
+
+def test_several_gpus_share_documents_and_if_asked_weights(workflow: config.Workflow) -> None:
+    settings = workflow.model_dump(mode="json")
+    name = next(iter(workflow.drafters))
+    one = plan.shape_of(workflow, name)
+    settings["machine"]["train"] |= {"gpu": 4}
+    four = plan.shape_of(config.load(settings), name)
+    assert four == replace(one, ranks=4, packs=one.packs // 4)
+    assert plan.fixed_bytes(four) == plan.fixed_bytes(one)
+    settings["machine"]["train"] |= {"sharding": "fsdp"}
+    split = plan.shape_of(config.load(settings), name)
+    kept = plan.fixed_bytes(one) - 16 * one.weights
+    assert plan.fixed_bytes(split) == kept + 4 * one.weights
+    assert plan.estimate(split).peak < plan.estimate(one).peak
+    live = plan.estimate(split).live
+    assert live["optimiser"] == pytest.approx(12 * split.weights / 4, rel=1e-6)
+
+
 def test_prints_text_and_json(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

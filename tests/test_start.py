@@ -41,7 +41,7 @@ def settings(start: Path | str, **changes) -> dict:
 def argv(folder: Path, out: Path, own: dict) -> list[str]:
     manifests = sorted(map(str, (folder / "features").glob("*/*.json")))
     return ["--settings", json.dumps(own), "--identity", str(folder / "target/identity.json"),
-            "--features", *manifests, "--name", "more", "--run", str(out / "run"),
+            "--features", *manifests, "--name", "more", "--runs", str(out / "run"),
             "--out", str(out / "drafter")]  # fmt: skip
 
 

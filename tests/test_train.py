@@ -321,7 +321,7 @@ def test_soft_labels_through_the_stage(features, with_last, finished, tmp_path, 
     out = tmp_path / "out"
     argv = ["--settings", config.stage_settings(workflow, "train", "x"), "--machine", '{"gpu": 0}']
     argv += ["--identity", str(finished[0] / "results/target/identity.json"), "--name", "x"]
-    argv += ["--run", str(tmp_path / "runs"), "--out", str(out), "--threads", "1", "--features"]
+    argv += ["--runs", str(tmp_path / "runs"), "--out", str(out), "--threads", "1", "--features"]
     said = refusal(train.main, *argv, *features[1])
     assert "holds no last hidden state, but `training.loss.labels`" in said
     assert "run extract again with this drafter in the settings" in said and not out.exists()
@@ -399,7 +399,7 @@ def test_sigterm_saves_and_asks_to_be_run_again(features, finished, tmp_path):
         *("--machine", '{"save_minutes": 60.0}', "--name", "x"),
         *("--identity", str(finished[0] / "results/target/identity.json")),
         *("--features", *manifests),
-        *("--run", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--threads", "1"),
+        *("--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--threads", "1"),
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
