@@ -180,7 +180,7 @@ def one(settings: str, machine: str, name: str, results: Path, heldout: Path, ru
             *("--settings", settings, "--machine", machine, "--name", name, "--threads", "1"),
             *("--identity", str(results / "target/identity.json"), "--features"),
             *map(str, sorted((results / "features").glob("*/*.json"))),
-            *("--run", str(run / "run"), "--out", str(run / "drafter")),
+            *("--runs", str(run / "run"), "--out", str(run / "drafter")),
         ]
     )
     seconds = time.process_time() - begun
@@ -272,9 +272,10 @@ def train_all(args: argparse.Namespace, work: Path) -> dict[str, list[dict]]:
 
 
 def figures(case: str, rows: list[dict], default: list[dict]) -> dict[str, Any]:
-    """Averages over seeds, and their spread: the standard deviation of a single training."""
+    """Averages over seeds, and their spread: the standard deviation between trainings. The demo's
+    trainings with the same seeds are compared to."""
     taus = {key: [row[key] for row in rows] for key in ("tau_mean", "tau_pooled", "by_position")}
-    of_default = statistics.mean(row["tau_mean"] for row in default)
+    of_default = statistics.mean(row["tau_mean"] for row in default[: len(rows)])
     tau = statistics.mean(taus["tau_mean"])
     found: dict[str, Any] = {"case": case, "steps": rows[0]["steps"], "seeds": len(rows)}
     for key, values in taus.items():
