@@ -1,7 +1,7 @@
 """What recipes accept on held-out prompts, trained on equal documents for equal steps.
 
     python benchmarks/quality.py [--results results] [--work FOLDER] [--cases NAME ...] [--steps 250]
-                                 [--seeds 3] [--jobs 2] [--quick] [--json]
+                                 [--seeds 3] [--jobs 2] [--finished] [--quick] [--json]
 
 Needs a finished demo (make demo), whose stored features all cases train on: the demo's recipe, those
 of other trainers in our settings, and the demo's with one change each. The target answers the demo's
@@ -235,19 +235,22 @@ class Runs:
 
 
 def train_all(args: argparse.Namespace, work: Path) -> dict[str, list[dict]]:
-    """The finished trainings of each case, in the order of seeds."""
+    """The trainings of each case, in the order of seeds; with `finished` those there are."""
     workflow = workflow_of(args.steps)
+    runs = Runs(work / "runs.jsonl")
     heldout = work / f"heldout-{args.per_kind}"
-    answer(workflow, args.results, heldout, args.per_kind)
     machine = json.loads(config.machine_settings(workflow, "train"))
     machine |= {"threads": 1, "save_minutes": 1e4}
-    runs = Runs(work / "runs.jsonl")
+
+    def settings(case: str, seed: int) -> tuple[str, str]:
+        """Those of a training, and the key of its line."""
+        found = json.loads(config.stage_settings(workflow, "train", case))
+        found["training"]["seed"] = seed
+        text = config.canonical(found)
+        return text, text_sha256(f"{args.per_kind}/{text}")
 
     def finish(case: str, seed: int) -> dict:
-        settings = json.loads(config.stage_settings(workflow, "train", case))
-        settings["training"]["seed"] = seed
-        text = config.canonical(settings)
-        key = text_sha256(f"{args.per_kind}/{text}")
+        text, key = settings(case, seed)
         if row := runs.find(key):
             return row
         folder = work / "trainings" / key[:12]
@@ -259,11 +262,12 @@ def train_all(args: argparse.Namespace, work: Path) -> dict[str, list[dict]]:
         print(f"{case} seed {seed}: tau {row['tau_mean']:.3f}", file=sys.stderr, flush=True)
         return row
 
+    if args.finished:
+        rows = {c: [runs.find(settings(c, s)[1]) for s in range(args.seeds)] for c in args.cases}
+        return {case: list(filter(None, found)) for case, found in rows.items() if any(found)}
+    answer(workflow, args.results, heldout, args.per_kind)
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {
-            case: [pool.submit(finish, case, seed) for seed in range(args.seeds)]
-            for case in args.cases
-        }
+        waiting = {c: [pool.submit(finish, c, s) for s in range(args.seeds)] for c in args.cases}
         try:
             return {case: [future.result() for future in found] for case, found in waiting.items()}
         except BaseException:
@@ -275,7 +279,8 @@ def figures(case: str, rows: list[dict], default: list[dict]) -> dict[str, Any]:
     """Averages over seeds, and their spread: the standard deviation between trainings. The demo's
     trainings with the same seeds are compared to."""
     taus = {key: [row[key] for row in rows] for key in ("tau_mean", "tau_pooled", "by_position")}
-    of_default = statistics.mean(row["tau_mean"] for row in default[: len(rows)])
+    seeds = {row["seed"] for row in rows}
+    of_default = statistics.mean(row["tau_mean"] for row in default if row["seed"] in seeds)
     tau = statistics.mean(taus["tau_mean"])
     found: dict[str, Any] = {"case": case, "steps": rows[0]["steps"], "seeds": len(rows)}
     for key, values in taus.items():
@@ -307,6 +312,9 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two cases, 3 steps, one seed, a prompt of each kind"
     )
+    parser.add_argument(
+        "--finished", action="store_true", help="train nothing: tell what --work holds"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
     args = parser.parse_args()
     args.per_kind = config.Task().prompts_per_kind
@@ -316,6 +324,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as temporary:
         found = train_all(args, args.work or Path(temporary))
+    if DEFAULT not in found:
+        raise SystemExit(f"{args.work}: holds no finished training of the demo's recipe")
     if not args.json:
         print(
             f"{'case':16} {'seeds':>5} {'tau mean':>15} {'tau pooled':>15} {'difference':>10} "
