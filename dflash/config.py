@@ -1313,6 +1313,7 @@ DEMO: dict[str, Any] = {
                 "anchors_per_document": 24,
                 "lr": 3.0e-3,
                 "dtype": "float32",
+                "validation": {"times": 5},
                 "loss": {
                     "labels": "soft",
                     "positions": "all",

@@ -229,10 +229,17 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return [Prompt(**{**row, "messages": json.loads(row["messages"])}) for row in rows]
 
 
-def read_table(path: str | Path, schema: pa.Schema, stage: str) -> pa.Table:
-    """A Parquet file that a stage wrote. Raises UserError when missing, damaged or different."""
+def read_table(
+    path: str | Path, schema: pa.Schema, stage: str, columns: list[str] | None = None
+) -> pa.Table:
+    """A Parquet file that a stage wrote, or some columns of it. Raises UserError when missing,
+    damaged or different."""
     try:
-        table = pq.read_table(path, partitioning=None)  # a folder `a=b` adds no column
+        found = pq.read_schema(path)
+        table = None
+        if found.equals(schema):
+            # a folder `a=b` adds no column
+            table = pq.read_table(path, columns=columns, partitioning=None)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the {stage} stage") from None
     except (pa.ArrowException, OSError) as e:
@@ -240,9 +247,9 @@ def read_table(path: str | Path, schema: pa.Schema, stage: str) -> pa.Table:
         raise UserError(
             f"{path}: damaged ({reason}); delete it and run the {stage} stage again"
         ) from None
-    if not table.schema.equals(schema):
+    if table is None:
         raise UserError(
-            f"{path}: columns {table.schema.names} are not those the {stage} stage writes "
+            f"{path}: columns {found.names} are not those the {stage} stage writes "
             f"({schema.names}); delete it and run that stage again"
         )
     return table

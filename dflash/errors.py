@@ -15,14 +15,21 @@ def entrypoint(main: Callable[[list[str] | None], None]) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # also when piped: a log in the order things happen
     try:
         main(None)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except OSError as e:
-        if e.filename is None and e.errno is None:
+    except (UserError, OSError) as e:
+        said = sentence(e)
+        if said is None:
             raise
-        print(f"error: {explain_oserror(e)}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def sentence(e: BaseException) -> str | None:
+    """What is told of an error that is the user's to mend; None for any other."""
+    if isinstance(e, UserError):
+        return str(e)
+    if isinstance(e, OSError) and not (e.filename is None and e.errno is None):
+        return explain_oserror(e)
+    return None
 
 
 def explain_oserror(e: OSError) -> str:

@@ -7,15 +7,18 @@ same; the progress bar shows loss, acceptance, tokens a second and peak memory.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash import config
+from dflash.errors import UserError, explain_oserror
 from dflash.progress import progress
 
 PARTS = ("data", "forward", "backward", "optimizer", "validate", "save")
@@ -66,6 +69,39 @@ def peak_memory_mb(device: torch.device) -> float:
         return float("nan")
 
 
+class Board:
+    """TensorBoard events of a training.
+
+    torch's SummaryWriter writes in a thread, which loses what a kill finds in its queue, and answers a
+    full disk with a traceback of its own.
+    """
+
+    def __init__(self, run: Path, first: int):
+        """What earlier processes wrote of steps after `first` no longer counts."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        self.file = RecordWriter(open(run / name, "ab"))  # noqa: SIM115 (closed by `close`)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        begun = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=first + 1, session_log=begun))
+
+    def add(self, step: int, figures: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in figures.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _write(self, event: Any) -> None:
+        self.file.write(event.SerializeToString())
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
 class Log:
     """The lines of a training, on rank 0; on others nothing is written."""
 
@@ -73,16 +109,15 @@ class Log:
         self, run: Path, history: list[dict[str, Any]], first: int, steps: int, shown: bool
     ):
         """`history` are the lines before step `first`, which stay."""
-        self.history, self.shown = history, shown
+        self.run, self.history, self.shown = run, history, shown
         self.first, self.steps, self.begun = first, steps, time.monotonic()
         self.bar = progress(desc="train", total=steps, initial=first, unit="steps", show=shown)
         self.last: dict[str, Any] = {}
         self.tokens = 0.0
         self.said: set[str] = set()
+        self.mark: tuple[float, float] | None = None
         if shown:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(run), purge_step=first + 1)
+            self.board = Board(run, first)
             self.file = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed below)
 
     @property
@@ -91,14 +126,16 @@ class Log:
         return max(time.monotonic() - self.begun, 1e-9)
 
     def line(self, row: dict[str, Any]) -> None:
-        """Keep one line: averages of some steps, or a validation."""
+        """Keep one line: averages of some steps, or a validation. Raises UserError when the disk does
+        not take it."""
         self.history.append(row)
         if not self.shown:
             return
-        self.file.write(json.dumps(row) + "\n")
-        for key, value in _flat(row):
-            if key != "step":
-                self.board.add_scalar(key, value, row["step"])
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.board.add(row["step"], {key: v for key, v in _flat(row) if key != "step"})
+        except OSError as e:
+            raise UserError(f"{self.run}: its log: {explain_oserror(e)}") from None
 
     def show(self, **figures: Any) -> None:
         """What stands in the bar from now on."""
@@ -108,9 +145,19 @@ class Log:
         """One more step, of so many context tokens."""
         self.tokens += tokens
         self.bar.update()
-        self.bar.set_postfix(
-            **self.last, **{"tok/s": f"{self.tokens / self.seconds:,.0f}"}, refresh=False
-        )
+        figures = self.last | {"tok/s": f"{self.tokens / self.seconds:,.0f}"}
+        order = ("loss", "accepted", "tau", "tok/s", "mem")
+        self.bar.set_postfix({k: figures[k] for k in order if k in figures}, refresh=False)
+
+    def waited(self, data_seconds: float) -> float:
+        """The share of the time since the last call that went by waiting for data, of which there
+        were `data_seconds` so far. 0 at the first, as nothing could be read ahead of the first step.
+        """
+        before, self.mark = self.mark, (self.seconds, data_seconds)
+        if before is None:
+            return 0.0
+        passed, waited = (now - then for now, then in zip(self.mark, before, strict=True))
+        return waited / max(passed, 1e-9)
 
     def warn(self, sentences: list[str]) -> None:
         """Say what looks wrong, each thing once."""
@@ -123,8 +170,10 @@ class Log:
     def close(self) -> None:
         self.bar.close()
         if self.shown:
-            self.board.close()
-            self.file.close()
+            with suppress(OSError):  # said already: every line is flushed
+                self.board.close()
+            with suppress(OSError):
+                self.file.close()
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -140,13 +189,12 @@ def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
 # --- what looks wrong -----------------------------------------------------------------------------
 
 
-def of_steps(row: dict[str, Any], total_seconds: float) -> list[str]:
-    """What a line of the log says against the training."""
+def of_steps(row: dict[str, Any], waited: float) -> list[str]:
+    """What a line of the log says against the training, which waited for data a share of its time."""
     found = []
-    waits = row["seconds"]["data"] / max(total_seconds, 1e-9)
-    if waits > 0.1:
+    if waited > 0.1:
         found.append(
-            f"data: {waits:.0%} of the time is waiting for documents; raise machine.train.loader_threads "
+            f"data: {waited:.0%} of the time is waiting for documents; raise machine.train.loader_threads "
             "and loader_mb, or put the features on a faster disk"
         )
     if row["supervised"] < 0.02:

@@ -346,18 +346,37 @@ def gained_chart(measured: Measured) -> Html:
 
 
 def training_section(drafters: list[Drafter]) -> Html:
-    """The two curves over steps."""
-    losses, accepted = [], []
+    """The curves over steps, and where each training's time went."""
+    losses, taus, accepted = [], [], []
     for d in drafters:
+        t = d.training
         for chart, field in ((losses, "loss"), (accepted, "accepted_by_position")):
-            points = [(line.step, getattr(line, field)) for line in d.training.history]
+            points = [(line.step, getattr(line, field)) for line in t.history]
             chart.append(Series(d.name, d.look, drawing.thin(points)))
+        if t.validations:
+            block = max(v.block_size for v in t.validations)
+            points = [(v.step, v.tau_mean) for v in t.validations if v.block_size == block]
+            taus.append(Series(d.name, d.look, points))
+    walked = "On documents kept from training, walked as decoding would; the best weights are handed over."
     note = "Averaged over training positions: an indication, not τ."
-    charts = [
-        drawing.line_chart("Loss", losses, "step", "weighted cross-entropy"),
-        drawing.line_chart("Accepted by position", accepted, "step", "tokens", note),
-    ]
-    return section("Training", el("div", charts, class_="charts"))
+    charts = [drawing.line_chart("Loss", losses, "step", "weighted loss of a slot")]
+    if taus:
+        charts.append(drawing.line_chart("τ in training", taus, "step", "tokens a cycle", walked))
+    charts.append(drawing.line_chart("Accepted by position", accepted, "step", "tokens", note))
+    return section("Training", el("div", charts, class_="charts"), training_table(drafters))
+
+
+def training_table(drafters: list[Drafter]) -> Html | None:
+    """What each training took its weights from, and the shares of its time."""
+    parts = list(dict.fromkeys(part for d in drafters for part in d.training.shares))
+    if not parts:
+        return None
+    rows = []
+    for d in drafters:
+        t = d.training
+        best = f"{t.best.step:,} (τ {t.best.tau_mean:.2f})" if t.best else f"{t.steps:,}, the last"
+        rows.append([d.name, best, *(percent(t.shares.get(p, 0.0)) for p in parts)])
+    return table("Time of training by part", ["Drafter", "Weights of step", *parts], rows)
 
 
 # --- what it took -------------------------------------------------------------------------------
@@ -433,6 +452,8 @@ def counts_section(inputs: Inputs) -> Html:
             ("documents used", t.documents),
             ("dropped: without a block to learn from", t.documents_without_block),
             ("dropped: repeated in another source", t.documents_repeated),
+            ("kept for validation", t.documents_validated),
+            ("steps left out: loss or gradient no number", t.skipped_steps),
             ("labels outside the reduced head", sum(h.labels_outside_head for h in t.history)),
         ]
     rows = [

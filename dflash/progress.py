@@ -55,7 +55,8 @@ def progress(
         mininterval=0.2 if tty else LINE_SECONDS,
         miniters=1,
         ascii=not tty,
-        ncols=None if tty else 100,
+        ncols=None,  # in a log, a line is as long as what it says
         dynamic_ncols=tty,
         disable=not show,
+        position=None if tty else 0,  # one inside another moves no cursor in a log
     )

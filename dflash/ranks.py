@@ -11,6 +11,7 @@ NCCL on GPUs, gloo on CPUs. What is said, and what is written, is rank 0's.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -24,10 +25,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dflash.drafter import Drafter
-from dflash.errors import UserError
+from dflash.errors import UserError, sentence
 
 T = TypeVar("T")
-FAILURE = "dflash/failure"  # in torchrun's store: who failed first
+STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
+
+# Keys in the processes' store.
+FAILED, SAID = "dflash/failed", "dflash/said"  # who failed first; whether it has said why
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,7 @@ class Ranks:
         if self.world == 1:
             return numbers
         total = torch.tensor(numbers, dtype=torch.float64)
-        with _another():
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return total.tolist()
 
     def sum_gradients(self, drafter: nn.Module) -> None:
@@ -62,21 +65,19 @@ class Ranks:
         if self.world == 1 or self.sharded:
             return
         waiting = []
-        with _another():
-            for p in drafter.parameters():
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                waiting.append(dist.all_reduce(p.grad, async_op=True))
-            for work in waiting:
-                work.wait()
+        for p in drafter.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            waiting.append(dist.all_reduce(p.grad, async_op=True))
+        for work in waiting:
+            work.wait()
 
     def gather(self, mine: list[T]) -> list[T]:
         """The lists of all ranks, one after the other."""
         if self.world == 1:
             return mine
         lists: list[Any] = [None] * self.world
-        with _another():
-            dist.all_gather_object(lists, mine)
+        dist.all_gather_object(lists, mine)
         return [item for part in lists for item in part]
 
     def told(self, data: T) -> T:
@@ -84,17 +85,31 @@ class Ranks:
         if self.world == 1:
             return data
         found = [data]
-        with _another():
-            dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0)
         return found[0]
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        self.sum([0.0])
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "RANK" in os.environ
 
 
 def device_of_rank() -> torch.device:
-    """The GPU with this process's number on its node, or the CPU."""
+    """The GPU with this process's number on its node, or the CPU. Raises UserError without one left."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cuda", torch.cuda.current_device())
+    number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if number >= count:
+        raise UserError(
+            f"process {number} of this node, counted from 0, has no GPU: found {count}; start as many "
+            "processes as there are GPUs (torchrun --nproc-per-node gpu)"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def one(device: torch.device | None = None) -> Ranks:
@@ -106,24 +121,36 @@ def one(device: torch.device | None = None) -> Ranks:
 def joined(minutes: float = 30.0) -> Iterator[Ranks]:
     """This process among those that torchrun started, or alone.
 
-    An error in one of them ends all with its message, which is printed once: by the rank that was
-    first to fail. `minutes` is how long the others wait for a rank that neither answers nor ends.
+    An error in one of them ends all with status 2, and is said once: by the rank that was the first
+    to fail. A `SystemExit` has to be agreed upon: all leave with it together. `minutes` is how long
+    the others wait for a rank that neither answers nor ends.
+
+    gloo notices at once that a rank is gone. NCCL may wait for it until that time is over, but all
+    numbers go over gloo, a step's before its gradients; so NCCL meets only a rank that ends within
+    a sum of gradients, or (sharded) within a pass. Then torchrun sends the others on its node
+    SIGTERM, which a wait inside NCCL does not heed, and kills them 30 s later.
     """
-    if "RANK" not in os.environ:
+    if not launched():
         yield one()
         return
-    device = device_of_rank()
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
+    leaving = None
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
-    except SystemExit:  # agreed upon
-        raise
+        dist.all_reduce(
+            torch.zeros(1)
+        )  # one that ended now would leave others no one to connect to
+        of = Ranks(dist.get_rank(), dist.get_world_size(), device_of_rank())
+        try:
+            yield of
+        except SystemExit as e:
+            leaving = e
+        of.meet()  # torchrun ends all once one has left with a status: rank 0 may still be writing
     except BaseException as e:
         _end(e)
-    finally:
-        with suppress(RuntimeError):  # others may be gone
-            dist.destroy_process_group()
+    dist.destroy_process_group()
+    if leaving is not None:
+        raise leaving
 
 
 def start_others(gpus: int, module: str, argv: list[str]) -> None:
@@ -133,7 +160,7 @@ def start_others(gpus: int, module: str, argv: list[str]) -> None:
     Under torchrun, and with one GPU or none, nothing happens.
     """
     count = min(gpus, torch.cuda.device_count())
-    if count < 2 or "RANK" in os.environ:
+    if count < 2 or launched():
         return
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -155,42 +182,45 @@ def start_others(gpus: int, module: str, argv: list[str]) -> None:
         status = first.exitcode
         raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as e:  # passed on, and waited for
-        raise SystemExit(128 + int(e.sigval)) from None
+        terminated = e.sigval == signal.SIGTERM
+        raise SystemExit(STATUS_INTERRUPTED if terminated else 128 + int(e.sigval)) from None
     raise SystemExit(0)
 
 
-class _Another(Exception):
-    """Some other rank is gone; what happened is its to say."""
-
-
-@contextmanager
-def _another() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as e:  # gloo's and NCCL's, of a lost connection or a timeout
-        raise _Another(str(e)) from e
-
-
 def _end(error: BaseException) -> NoReturn:
-    """Leave with status 2, with a message if no other rank has failed before."""
+    """Leave with status 2; with a message if no other rank has failed before."""
     mine = f"rank {dist.get_rank()}"
-    who = mine
-    with suppress(RuntimeError):  # the store may be gone, with rank 0 or torchrun
+    try:
         store = dist.distributed_c10d._get_default_store()
-        if not isinstance(error, _Another):
-            who = store.compare_set(FAILURE, "", mine).decode()
-        elif store.check([FAILURE]):
-            who = store.get(FAILURE).decode()
-    if who == mine and isinstance(error, _Another):
-        # Killed from outside, say; torchrun names it. One line of ours, from one of those left.
-        if dist.get_rank() == 0:
-            print(f"error: another process of this training ended ({error})", file=sys.stderr)
-    elif who == mine and isinstance(error, UserError | OSError):
-        print(f"error: {error}", file=sys.stderr)
-    elif who == mine:
-        traceback.print_exception(error)
-    sys.stderr.flush()
+        speaks = store.compare_set(FAILED, "", mine).decode() == mine
+        if not speaks:
+            # torchrun ends all as soon as one is gone, the one that is speaking too
+            store.wait([SAID], timedelta(seconds=5))
+    except dist.DistError:  # the store is gone with rank 0 or torchrun, who are the cause then
+        speaks = not _lost(error)
+    if speaks:
+        if _lost(error):  # killed from outside, say; torchrun names it
+            print(
+                f"error: another process of this training is gone or does not answer ({error}); run the "
+                "same command again to go on from the last checkpoint",
+                file=sys.stderr,
+            )
+        elif said := sentence(error):
+            print(f"error: {said}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        sys.stderr.flush()
+        with suppress(dist.DistError):
+            store.set(SAID, mine)
+    sys.stdout.flush()
     os._exit(2)  # without waiting in others' collectives
+
+
+def _lost(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone, or does not answer."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 # --- sharding -----------------------------------------------------------------------------------

@@ -122,6 +122,19 @@ class LogLine(Read):  # averages over some training steps
     seconds_per_step: float | None = None
 
 
+class Validated(Read):  # the drafter during training, on documents kept from it
+    step: int
+    block_size: int
+    tau_mean: float
+    tau_pooled: float
+    by_position: float
+
+
+class Best(Read):
+    step: int
+    tau_mean: float
+
+
 class Training(Read):
     """A drafter's training.json."""
 
@@ -133,7 +146,12 @@ class Training(Read):
     head_tokens: int | None = None
     weights: int | None = None
     settings: dict[str, Any] = {}
+    documents_validated: int = 0
+    skipped_steps: int = 0
+    best: Best | None = None
+    shares: dict[str, float] = {}
     history: list[LogLine]
+    validations: list[Validated] = []
 
     @property
     def last(self) -> LogLine | None:

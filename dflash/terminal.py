@@ -21,14 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from dflash import config, target
 from dflash.chat import as_prompt, check_messages, check_text, prompt_ids
+from dflash.checkpoint import checkpoints
 from dflash.decode import Response, Timing, generate
 from dflash.drafter import DTYPES, Drafter, load_drafter
 from dflash.drawing import plural
 from dflash.errors import UserError
 from dflash.evaluate import check_fits
 from dflash.files import read_json
+from dflash.initial import drafter_config
 from dflash.sampling import RULES, Sampling
-from dflash.train import checkpoints, drafter_config
 
 SLOT_COLOURS = (34, 36, 32, 33, 35, 31)  # blue, cyan, green, yellow, magenta, red; then again
 

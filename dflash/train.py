@@ -25,13 +25,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import nn
 
@@ -47,6 +46,7 @@ from dflash import (
     target,
     validate,
 )
+from dflash.corpus import read_table
 from dflash.drafter import (
     DTYPES,
     Drafter,
@@ -59,21 +59,28 @@ from dflash.features import Document, open_shard, store_identity
 from dflash.files import read_settings, save_tensors, whole, write_json
 from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
-from dflash.ranks import Ranks
+from dflash.progress import progress
+from dflash.ranks import STATUS_INTERRUPTED, Ranks
+from dflash.regenerate import SCHEMA
 
-STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
 LOG_EVERY = 10  # steps
+SNAPSHOTS = 3  # steps that are no number, of which the weights are kept; of others the samples' ids
 
 
 # --- what a training needs ----------------------------------------------------------------------
 
 
 def open_features(
-    manifests: list[str], identity: target.Identity, ids: list[int], last_hidden: bool = False
+    manifests: list[str],
+    identity: target.Identity,
+    ids: list[int],
+    last_hidden: bool = False,
+    say: Callable[[str], None] = print,
 ):
     """Open the shards behind some manifests, refuse those of another target, find our taps.
 
-    With `last_hidden`, shards without the target's last hidden state are refused too.
+    With `last_hidden`, shards without the target's last hidden state are refused too. `say` is told
+    when they were made in different ways.
     """
     expect = store_identity(identity)
     shards, positions = [], []
@@ -88,7 +95,7 @@ def open_features(
         raise UserError("the feature shards hold different taps; run extract again")
     made = {f"{s.attributes['compute_dtype']}, {s.attributes['codec']}" for s in shards}
     if len(made) > 1:
-        print(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
+        say(f"features: the shards were made in different ways ({'; '.join(sorted(made))})")
     return shards, positions[0]
 
 
@@ -99,10 +106,13 @@ def total_steps(documents: int, training: config.Training) -> int:
 
 
 def kinds_of(tokens: list[str]) -> dict[str, str]:
-    """Sample id -> kind of its prompt, from token files (`results/tokens/*/*.parquet`)."""
+    """Sample id -> kind of its prompt, from token files (`results/tokens/*/*.parquet`).
+
+    Raises UserError for one that is missing, damaged or none.
+    """
     kinds: dict[str, str] = {}
     for path in tokens:
-        table = pq.read_table(path, columns=["sample_id", "kind"])
+        table = read_table(path, SCHEMA, "regenerate", columns=["sample_id", "kind"])
         kinds |= dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
     return kinds
 
@@ -118,19 +128,6 @@ class Interrupted(Exception):
 
 
 # --- the loop -----------------------------------------------------------------------------------
-
-
-@dataclass
-class State:
-    """What a checkpoint says beside the tensors."""
-
-    step: int = 0  # finished steps
-    best: dict[str, Any] | None = None  # step and tau_mean of the best validation so far
-    skipped: int = 0  # steps left out, whose loss or gradient was no number
-    sums: dict[str, float] = field(default_factory=dict)  # of the line that is not yet full
-
-    def add(self, row: dict[str, float]) -> None:
-        self.sums = {key: self.sums.get(key, 0.0) + value for key, value in row.items()}
 
 
 class Trainer:
@@ -172,7 +169,7 @@ class Trainer:
         self.optimizers = recipe.make_optimizers(self.drafter, self.training)
         ema = self.training.ema
         self.average = recipe.Average(self.drafter, ema) if ema is not None else None
-        self.state, self.history = State(), []
+        self.state, self.history = checkpoint.State(), []
         self._resume()
         self._introduce()
         if machine.pad_context is not None and machine.pad_blocks is not None:
@@ -231,10 +228,9 @@ class Trainer:
         """Go on from the newest checkpoint that rank 0 sees."""
         newest = self.of.told([p.name for p in checkpoint.checkpoints(self.folder)][-1:])
         if newest:
-            found = checkpoint.load(
+            self.state = checkpoint.load(
                 self.folder / newest[0], self.drafter, self.optimizers, self.average
             )
-            self.state = State(**found)
         if self.of.first:
             self.history = checkpoint.cut_metrics(self.folder, self.state.step)
 
@@ -284,7 +280,7 @@ class Trainer:
         self.log = monitor.Log(self.folder, self.history, state.step, self.steps, of.first)
         plans = (self._plan(step) for step in range(state.step, self.steps))
         loaded = loader.load(self.stream, plans, machine, self._pack)
-        due = steps_of_validation(self.steps, self.training)
+        due = steps_of_validation(self.steps, self.training) if self.held else set()
         window = machine.profile_steps if of.first else None
         limit = machine.stop_minutes or math.inf
         saved = time.monotonic()
@@ -337,7 +333,8 @@ class Trainer:
         most = math.ceil(self.training.documents_per_step / self.of.world)
         for _ in range(math.ceil(most / self.machine.micro_batch) - count):
             place = loader.Place("", 0, 0, 2, np.zeros(1, np.int64), np.zeros(self.sizes[0]))
-            yield self._pack([self._idle_document()], [place])
+            idle = self._pack([self._idle_document()], [place])
+            yield replace(idle, sample_ids=[], real_rows=0, real_blocks=0)
 
     def _idle_document(self) -> Document:
         """Two tokens that teach nothing."""
@@ -400,11 +397,16 @@ class Trainer:
         folder = self.folder / f"nonfinite-{step:08d}"
         figures = f"loss {row['loss']}, gradient norm {row['gradient_norm']}"
         if self.of.first:
+            others = [
+                p for p in self.folder.glob("nonfinite-*/*.safetensors") if p.parent != folder
+            ]
             with whole(folder, folder=True) as partial:
-                save_tensors(partial / "drafter.safetensors", weights)
+                if len(others) < SNAPSHOTS:
+                    save_tensors(partial / "drafter.safetensors", weights)
                 broken = [name for name, fine in finite.items() if not fine]
                 said = {"step": step, "found": figures, "sample_ids": sample_ids}
                 write_json(partial / "report.json", said | {"gradients_not_finite": broken})
+        self.of.meet()  # an error ends all: not before this is written
         ids = ", ".join(sample_ids[:8]) + (", ..." if len(sample_ids) > 8 else "")
         sentence = (
             f"the loss or its gradient is not finite ({figures}; samples {ids}); see {folder}"
@@ -423,7 +425,7 @@ class Trainer:
         )
         self.state.sums = {}
         self.log.line(line)
-        self.log.warn(monitor.of_steps(line, self.log.seconds))
+        self.log.warn(monitor.of_steps(line, self.log.waited(line["seconds"]["data"])))
         self.log.show(
             loss=f"{line['loss']:.3f}",
             accepted=line["accepted_by_position"],
@@ -438,10 +440,12 @@ class Trainer:
             if self.average is not None or of.sharded:
                 measured = self._whole(of.device)
             mine = self.held[of.rank :: of.world]
+            documents = validate.read(self.shards, self.positions, mine)
             for size in self.sizes:
+                desc, show = f"validate, blocks of {size}", of.first
                 responses = validate.measure(
                     measured,
-                    validate.read(self.shards, self.positions, mine),
+                    progress(documents, desc=desc, unit="documents", show=show),
                     self.head.embed_VH,
                     self.head.whole_VH,
                     size,
@@ -464,7 +468,7 @@ class Trainer:
         with self.clock("save"):
             checkpoint.save(
                 self.folder,
-                asdict(self.state),
+                self.state,
                 self.drafter,
                 self.optimizers,
                 self.average,
@@ -536,7 +540,7 @@ def gradient_norm(drafter: nn.Module, clip: float) -> float:
 
 
 def log_line(
-    state: State,
+    state: checkpoint.State,
     steps: int,
     training: config.Training,
     stream: loader.Stream,
@@ -589,17 +593,23 @@ def main(argv: list[str] | None) -> None:
         "what differs, or start a new one beside it",
     )
     args = parser.parse_args(argv)
-    machine = config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
-    ranks.start_others(machine.gpu, "dflash.train", sys.argv[1:] if argv is None else argv)
+    if not ranks.launched():  # those that are check it together
+        gpus = machine_of(args).gpu
+        ranks.start_others(gpus, "dflash.train", sys.argv[1:] if argv is None else argv)
     if args.threads:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, args.threads // here))
     with ranks.joined() as of:
-        stage(args, machine, of)
+        stage(args, of)
 
 
-def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> None:
+def machine_of(args: argparse.Namespace) -> config.TrainMachine:
+    return config.check(config.TrainMachine, read_settings(args.machine), "machine.train")
+
+
+def stage(args: argparse.Namespace, of: Ranks) -> None:
     """Check everything, train, and let rank 0 write the outputs."""
+    machine = machine_of(args)
     where = f"drafters.{args.name}"
     raw = read_settings(args.settings)
     own = {k: v for k, v in raw.items() if k not in ("stage", "version", "trust_remote_code")}
@@ -615,33 +625,39 @@ def stage(args: argparse.Namespace, machine: config.TrainMachine, of: Ranks) -> 
         )
     taps = config.tap_ids(settings, identity.num_hidden_layers)
     asks_target = config.needs_last_hidden(settings)
-    shards, positions = open_features(sorted(args.features), identity, taps, asks_target)
+    shards, positions = open_features(sorted(args.features), identity, taps, asks_target, of.say)
     kinds = kinds_of(args.tokens)
     start = start_folder(settings, where)
     if start is not None:
         found = read_drafter_config(start)
         config.check_start(settings, config.TargetFacts(**facts), found, where)
 
-    run = held = None
+    run, held = None, nullcontext()
     if of.first:
         decides = checkpoint.fingerprint(raw, identity, shards, start)
         run = checkpoint.run_directory(args.runs, decides, args.changed == "fresh")
         held = checkpoint.lock(run)
-    run = of.told(run)
-    trust = bool(raw.get("trust_remote_code", False))
-    trainer = Trainer(settings, machine, identity, shards, positions, run, of, trust, start, kinds)
-    try:
-        drafter, known = trainer.run()
-    except Interrupted:
-        of.say(f"interrupted; saved in {run}: run the same command again to go on")
-        raise SystemExit(STATUS_INTERRUPTED) from None
-    if held is None:
-        return  # rank 0 writes
-    with whole(args.out, folder=True) as folder:
-        save_drafter(folder, drafter, "float32")
-        shape = {"name": args.name, "run": run.name, "settings": settings.model_dump(mode="json")}
-        write_json(folder / "training.json", {**shape, **known})
-    held.close()
+    with held:
+        run = of.told(run)
+        trust = bool(raw.get("trust_remote_code", False))
+        trainer = Trainer(
+            settings, machine, identity, shards, positions, run, of, trust, start, kinds
+        )
+        try:
+            drafter, known = trainer.run()
+        except Interrupted:
+            of.say(f"interrupted; saved in {run}: run the same command again to go on")
+            raise SystemExit(STATUS_INTERRUPTED) from None
+        if not of.first:
+            return
+        with whole(args.out, folder=True) as folder:
+            save_drafter(folder, drafter, "float32")
+            shape = {
+                "name": args.name,
+                "run": run.name,
+                "settings": settings.model_dump(mode="json"),
+            }
+            write_json(folder / "training.json", {**shape, **known})
     last, best = known["history"][-1] if known["history"] else {}, known["best"]
     print(
         f"trained {args.name}: {known['steps']} steps, loss {last.get('loss')}, "

@@ -118,7 +118,27 @@ def load(changes: dict) -> config.Workflow:
             },
             ["`machine.extract.parallel`", "found tensor", "vllm.tensor_parallel"],
         ),
-        ({"machine": {"train": {"gpu": 8}}}, ["`machine.train.gpu`", "found 8"]),
+        ({"machine": {"evaluate": {"gpu": 8}}}, ["`machine.evaluate.gpu`", "found 8"]),
+        (
+            {
+                "drafters": {
+                    "d": {"mask_token_id": 5, "block_size": 4, "training": {"block_sizes": [2, 8]}}
+                }
+            },
+            ["block_sizes [2, 8]", "block_size 4"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"block_sizes": [4, 4]}}}},
+            ["found [4, 4]", "once"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"lr": float("nan")}}}},
+            ["training.lr`", "NaN", "finite"],
+        ),
+        (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"optimizer": "sgd"}}}},
+            ["'adamw' or 'muon'"],
+        ),
     ],
 )
 def test_refusals_name_key_found_and_allowed(changes, words):
@@ -277,7 +297,6 @@ def test_what_came_later_leaves_older_results_alone():
         '"timed_prompts_per_kind":2,"trust_remote_code":false,"version":1}'
     )
     train = json.loads(config.stage_settings(load({}), "train", "d"))
-    assert train["training"]["loss"] == {"gamma": None, "head_tokens": None}
     extract = json.loads(config.stage_settings(load({}), "extract"))
     assert "last_hidden" not in extract and extract["version"] == 1
     assert "codec" not in extract  # extractions made before there were codecs stay valid
@@ -289,12 +308,30 @@ def test_what_came_later_leaves_older_results_alone():
     assert config.stage_settings(both, "train", "d") == config.canonical(train)
     assert json.loads(config.stage_settings(both, "extract"))["last_hidden"] is True
     own = json.loads(config.stage_settings(both, "train", "e"))
-    assert own["training"]["loss"] == {
-        "labels": "soft", "weights": "dpace", "dpace_alpha": 0.5, "head_tokens": None,
-    }  # fmt: skip
     assert "trust_remote_code" not in own
     trusting = load({"target": {"trust_remote_code": True}, "drafters": {"d": soft}})
     assert json.loads(config.stage_settings(trusting, "train", "d"))["trust_remote_code"] is True
+
+
+def test_settings_that_decide_nothing_retrain_nothing():
+    def share(**training):
+        settings = load({"drafters": {"d": {"mask_token_id": 5, "training": training}}})
+        return config.stage_settings(settings, "train", "d")
+
+    assert share() == share(muon={"lr": 0.1}) != share(optimizer="muon", muon={"lr": 0.1})
+    assert share() == share(decay_share=0.5)
+    assert share(schedule="wsd") != share(schedule="wsd", decay_share=0.5)
+    assert share(warmup_steps=3) == share(warmup_steps=3, warmup_share=0.5) != share()
+    assert share() == share(loss={"dpace_alpha": 0.9})
+    dpace = {"weights": "dpace", "gamma": 2.0}
+    assert (
+        share(loss=dpace)
+        == share(loss={"weights": "dpace"})
+        != share(loss=dpace | {"dpace_alpha": 0.9})
+    )
+    off = {"share": 0.0}
+    assert share(validation=off) == share(validation=off | {"times": 3}) != share()
+    assert share(validation={"times": 3}) != share()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.5])

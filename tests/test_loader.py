@@ -170,7 +170,7 @@ def test_the_packs_are_those_made_without_a_loader(store):
     ):
         documents = [store[p.shard].read(p.row, [1]) for p in plan.places]
         for packed, i in zip(packs, (0, 2), strict=True):
-            own = make(documents[i : i + 2], [p.anchors_N for p in plan.places[i : i + 2]])
+            own = make(documents[i : i + 2], plan.places[i : i + 2])
             assert torch.equal(packed.taps_SD.view(torch.int16), own.taps_SD.view(torch.int16))
             assert torch.equal(packed.labels_NB, own.labels_NB)
             assert torch.equal(packed.layout.anchors, own.layout.anchors)

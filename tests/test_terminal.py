@@ -64,14 +64,14 @@ def test_figures():
 
 
 def test_it_answers_from_all_kinds_of_drafters(finished, tmp_path, capsys):
-    """Run directory, trained folder and export hold the same weights and give the target's answer."""
+    """Trained folder and export hold the same weights, the run directory the newest; all answer."""
     results = finished[0] / "results"
     identity = read_identity(results / "target/identity.json")
     weights = []
     for place in ("runs/small", "drafters/small", "export/small"):
         drafter = open_drafter(results / place, identity).to(torch.bfloat16)
         weights.append(torch.cat([p.flatten() for p in drafter.parameters()]))
-    assert all(torch.equal(w, weights[0]) for w in weights)
+    assert torch.equal(weights[1], weights[2]) and weights[0].shape == weights[1].shape
 
     prompt = "what is the answer to this question"
     common = ["--prompt", prompt, "--identity", str(results / "target/identity.json")]

@@ -248,7 +248,9 @@ def test_summary_of_nothing():
     assert whole["per_slot"] == [] and whole["kinds"] == {} and whole["responses"] == 0
 
 
-def test_summary_does_not_depend_on_order_nor_on_the_way_from_rank_to_rank():
+def test_summary_does_not_depend_on_order_nor_on_the_way_from_rank_to_rank(monkeypatch):
+    taus, seen = acceptance.taus, []
+    monkeypatch.setattr(acceptance, "taus", lambda counts: seen.append(counts) or taus(counts))
     rng = np.random.default_rng(0)
     found = [
         validate.Response(n, n[0], s, rng.integers(0, 7, rng.integers(1, 30)).tolist())
@@ -258,6 +260,8 @@ def test_summary_does_not_depend_on_order_nor_on_the_way_from_rank_to_rank():
     text = json.dumps(validate.summary(found, 8))
     for part in (found[::-1], found[1::2] + found[::2], pickle.loads(pickle.dumps(found))):
         assert json.dumps(validate.summary(part, 8)) == text
+        assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]  # nor do its sums, to the last bit
+        del seen[len(seen) // 2 :]
     sent = json.loads(json.dumps([asdict(r) for r in found]))
     assert [validate.Response(**r) for r in sent] == found
 
