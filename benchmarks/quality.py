@@ -39,10 +39,12 @@ DEFAULT = "default"  # the demo's recipe, to which all are compared
 
 
 def training(**changes: Any) -> dict[str, Any]:
+    """Drafter settings that change these of its training."""
     return {"training": changes}
 
 
 def loss(**changes: Any) -> dict[str, Any]:
+    """Drafter settings that change these of its loss."""
     return training(loss=changes)
 
 
