@@ -122,6 +122,7 @@ class State:
     """What a checkpoint says beside the tensors."""
 
     step: int = 0  # finished steps
+    validated: int = 0  # after how many of them the drafter was last measured
     best: dict[str, Any] | None = None  # step and tau_mean of the best validation so far
     skipped: int = 0  # steps left out, whose loss or gradient was no number
     sums: dict[str, float] = field(default_factory=dict)  # of the line that is not yet full

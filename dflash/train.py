@@ -296,6 +296,9 @@ class Trainer:
                 terminations() as terminated,
                 monitor.profiled(self.folder, window, of.device) as begin_step,
             ):
+                # A stop has no time for a validation, which its successor makes up for.
+                if state.step in due and state.validated < state.step and self._validate():
+                    self._save()
                 for plan, packs in loaded:
                     begin_step(plan.step)
                     leave, late = self._step(
@@ -308,11 +311,12 @@ class Trainer:
                     )
                     if state.sums and (state.step % LOG_EVERY == 0 or state.step == self.steps):
                         self._tell()
-                    better = state.step in due and self._validate()
+                    leave = leave and state.step < self.steps
+                    better = state.step in due and not leave and self._validate()
                     if better or late or leave or state.step == self.steps:
                         self._save()
                         saved = time.monotonic()
-                    if leave and state.step < self.steps:
+                    if leave:
                         raise Interrupted
         finally:
             loaded.close()
@@ -470,6 +474,7 @@ class Trainer:
                 self.log.warn(monitor.of_validation(found, done, self.settings))
                 taus.append(found["tau_mean"])
         tau = sum(taus) / len(taus)
+        state.validated = state.step
         self.log.show(tau=f"{tau:.3f}")
         # Of equal ones the latest: where nothing is accepted yet, it has learned most.
         better = state.best is None or tau >= state.best["tau_mean"]

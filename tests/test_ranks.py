@@ -547,7 +547,7 @@ def test_the_status_of_started_processes_is_passed_on(two_gpus, status):
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_one_gpu_starts_no_others(two_gpus, gpus):
-    ranks.start_others(gpus, "ends", ["75"])
+    assert ranks.start_others(gpus, "ends", ["75"]) is None  # otherwise it would exit
 
 
 def test_started_processes_save_on_sigterm_and_torchrun_goes_on(features, tmp_path):

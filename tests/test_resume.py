@@ -189,16 +189,18 @@ def test_killed_from_outside_the_same_command_goes_on(features, tmp_path):
 
 
 def test_a_time_limit_and_sigterm_save_and_go_on(features, tmp_path, monkeypatch, capsys):
-    train.main(argv(features, tmp_path / "a", {"save_minutes": 60.0}, max_steps=8))
-    command = argv(features, tmp_path / "b", {"save_minutes": 60.0}, max_steps=8)
-    limited = argv(
-        features, tmp_path / "b", {"save_minutes": 60.0, "stop_minutes": 1e-9}, max_steps=8
-    )
+    """A validation is due after every step: no time for one on leaving, so it is made up for."""
+    often = {"max_steps": 8, "validation": {"share": 0.2, "times": 8}}
+    train.main(argv(features, tmp_path / "a", {"save_minutes": 60.0}, **often))
+    command = argv(features, tmp_path / "b", {"save_minutes": 60.0}, **often)
+    limited = argv(features, tmp_path / "b", {"save_minutes": 60.0, "stop_minutes": 1e-9}, **often)
     for step in (1, 2):
         with pytest.raises(SystemExit) as end:
             train.main(limited)
         assert end.value.code == train.STATUS_INTERRUPTED
         assert [p.name for p in tmp_path.glob(f"b/runs/*/step-{step:08d}")]
+        (log,) = tmp_path.glob("b/runs/*/metrics.jsonl")
+        assert log.read_text().count("tau_mean") == step - 1
     assert "run the same command again to go on" in capsys.readouterr().out
     original = train.Trainer._step
 
