@@ -287,8 +287,9 @@ def load_best(run: Path, step: int, drafter: nn.Module, averaged: bool) -> None:
 # --- the log --------------------------------------------------------------------------------------
 
 
-def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
-    """Drop logged lines after the restored step; returns the kept ones."""
+def cut_metrics(run: Path, step: int, validated: int) -> list[dict[str, Any]]:
+    """Drop logged lines after the restored step, and validations after the restored one, which will be
+    measured again; returns the kept ones."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     kept = []
@@ -297,7 +298,7 @@ def cut_metrics(run: Path, step: int) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             break  # a kill in the middle of a line
-        if row["step"] <= step:
+        if row["step"] <= (validated if "tau_mean" in row else step):
             kept.append(row)
     with whole(path) as temporary:
         temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))

@@ -233,7 +233,9 @@ class Trainer:
                 self.folder / newest[0], self.drafter, self.optimizers, self.average
             )
         if self.of.first:
-            self.history = checkpoint.cut_metrics(self.folder, self.state.step)
+            self.history = checkpoint.cut_metrics(
+                self.folder, self.state.step, self.state.validated
+            )
 
     def _introduce(self) -> None:
         """Say what is trained, on what and how."""

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_train import SETTINGS as BASE
 
 from dflash import checkpoint, config, gradient, monitor, ranks, train
 from dflash.errors import UserError, entrypoint
@@ -38,20 +39,10 @@ from dflash.target import read_identity
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["dflash.train", "torch.utils.tensorboard", "transformers"])
 
-SETTINGS = {
-    "block_size": 4,
+SETTINGS = BASE | {
     "num_hidden_layers": 2,
-    "taps": [0, 1, 2],
-    "mask_token_id": 3,
-    "training": {
-        "max_steps": 6,
-        "epochs": 100.0,
-        "documents_per_step": 5,
-        "anchors_per_document": 8,
-        "lr": 3e-3,
-        "dtype": "float32",
-        "validation": {"share": 0.2, "times": 2},
-    },
+    "training": BASE["training"]
+    | {"max_steps": 6, "epochs": 100.0, "validation": {"share": 0.2, "times": 2}},
 }
 ALL = {"epochs": 100.0, "block_sizes": [2, 4], "ema": 0.9}
 LAST = SETTINGS["training"]["max_steps"]

@@ -201,6 +201,15 @@ def test_a_time_limit_and_sigterm_save_and_go_on(features, tmp_path, monkeypatch
         assert [p.name for p in tmp_path.glob(f"b/runs/*/step-{step:08d}")]
         (log,) = tmp_path.glob("b/runs/*/metrics.jsonl")
         assert log.read_text().count("tau_mean") == step - 1
+    with monkeypatch.context() as m:  # killed once more, with that validation logged but not saved
+
+        def killed(*args):
+            raise KeyboardInterrupt
+
+        m.setattr(checkpoint, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(command)
+    assert log.read_text().count("tau_mean") > 1
     assert "run the same command again to go on" in capsys.readouterr().out
     original = train.Trainer._step
 

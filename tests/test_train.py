@@ -447,7 +447,7 @@ def test_damaged_checkpoint_is_named(features, tmp_path):
 
 def test_half_a_line_of_metrics_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
-    assert checkpoint.cut_metrics(tmp_path, 20) == [{"step": 10}, {"step": 20}]
+    assert checkpoint.cut_metrics(tmp_path, 20, 0) == [{"step": 10}, {"step": 20}]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10}\n{"step": 20}\n'
 
 
