@@ -299,7 +299,9 @@ class Validation(Settings):
 class Training(Settings):
     """The optimisation of one drafter."""
 
-    epochs: float = Field(6.0, gt=0.0, description="Passes over the documents (DFlash paper: 6).")
+    epochs: float = Field(
+        6.0, gt=0.0, le=1e6, description="Passes over the documents (DFlash paper: 6)."
+    )
     max_steps: int | None = Field(None, ge=1, description="Stop after so many steps, if earlier.")
     documents_per_step: int = Field(
         64, ge=1, description="Documents in one optimiser step, over all GPUs."

@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +31,7 @@ from dflash.errors import UserError, sentence
 
 T = TypeVar("T")
 STATUS_INTERRUPTED = 75  # EX_TEMPFAIL: saved, run the same command again
+GRACE_S = 30.0  # between SIGTERM and SIGKILL, as torchrun has it
 
 # Keys in the processes' store.
 FAILED, SAID = "dflash/failed", "dflash/said"  # who failed first; whether it has said why
@@ -98,6 +101,16 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+@contextmanager
+def said_once() -> Iterator[None]:
+    """What is printed meanwhile is rank 0's, before the ranks have joined."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
 def device_of_rank() -> torch.device:
     """The GPU with this process's number on its node, or the CPU. Raises UserError without one left."""
     if not torch.cuda.is_available():
@@ -128,11 +141,13 @@ def joined(minutes: float = 30.0) -> Iterator[Ranks]:
     gloo notices at once that a rank is gone. NCCL may wait for it until that time is over, but all
     numbers go over gloo, a step's before its gradients; so NCCL meets only a rank that ends within
     a sum of gradients, or (sharded) within a pass. Then torchrun sends the others on its node
-    SIGTERM, which a wait inside NCCL does not heed, and kills them 30 s later.
+    SIGTERM, which a wait inside NCCL does not heed, and kills them 30 s later. Where torchrun itself
+    is gone (kill -9), each rank does both to itself, so that none keeps a GPU or the run's lock.
     """
     if not launched():
         yield one()
         return
+    end_with(os.getppid())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     leaving = None
@@ -185,6 +200,20 @@ def start_others(gpus: int, module: str, argv: list[str]) -> None:
         terminated = e.sigval == signal.SIGTERM
         raise SystemExit(STATUS_INTERRUPTED if terminated else 128 + int(e.sigval)) from None
     raise SystemExit(0)
+
+
+def end_with(parent: int, poll: float = 1.0) -> None:
+    """Have a thread send this process SIGTERM once `parent` is no longer its parent, and SIGKILL
+    `GRACE_S` later. It looks every `poll` seconds."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
 def _end(error: BaseException) -> NoReturn:

@@ -624,7 +624,8 @@ def main(argv: list[str] | None) -> None:
         help="where --runs holds a training with other settings, features or code only: refuse, naming "
         "what differs, or start a new one beside it",
     )
-    args = parser.parse_args(argv)
+    with ranks.said_once():
+        args = parser.parse_args(argv)
     if not ranks.launched():  # those that are check it together
         gpus = machine_of(args).gpu
         ranks.start_others(gpus, "dflash.train", sys.argv[1:] if argv is None else argv)

@@ -136,6 +136,10 @@ def load(changes: dict) -> config.Workflow:
             ["training.lr`", "NaN", "finite"],
         ),
         (
+            {"drafters": {"d": {"mask_token_id": 5, "training": {"epochs": 1e300}}}},
+            ["training.epochs`", "found 1e+300", "1000000"],
+        ),
+        (
             {"drafters": {"d": {"mask_token_id": 5, "training": {"optimizer": "sgd"}}}},
             ["'adamw' or 'muon'"],
         ),

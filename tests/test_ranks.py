@@ -504,6 +504,12 @@ def test_no_rank_begins_before_all_have_joined(tmp_path):
     assert statuses == [0, 0], said
 
 
+def test_a_wrong_argument_is_said_once(tmp_path):
+    statuses, said = together(tmp_path / "said", train.main, ["--settings"])
+    assert statuses == [2, 2]
+    assert said.count("--settings: expected one argument") == said.count("usage:") == 1
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -541,22 +547,33 @@ def test_one_gpu_starts_no_others(two_gpus, gpus):
     assert ranks.start_others(gpus, "ends", ["75"]) is None  # otherwise it would exit
 
 
-def test_started_processes_save_on_sigterm_and_torchrun_goes_on(features, tmp_path):
-    """The whole way: `gpu: 2` with two devices (which the processes do not see), then torchrun."""
-    argv = arguments(features, tmp_path, gpu=2, save_minutes=60.0)
+def begun(argv: list[str], folder: Path) -> subprocess.Popen:
+    """A long training on two devices (which its processes do not see), once it has logged a step."""
     at = argv.index("--settings") + 1
     long = settings_of(documents_per_step=2, max_steps=400, validation={"share": 0.0})
     argv[at] = long.model_dump_json(exclude={"extends"})
     code = "import torch; torch.cuda.device_count = lambda: 2; from dflash import train\n"
     code += "from dflash.errors import entrypoint; entrypoint(train.main)"
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen([sys.executable, "-c", code, *argv], env=env, **pipes)
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], env=ENVIRONMENT, **PIPES)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if any(p.stat().st_size for p in tmp_path.glob("runs/*/metrics.jsonl")):
+        if any(p.stat().st_size for p in folder.glob("runs/*/metrics.jsonl")):
             break
         time.sleep(0.05)
+    return process
+
+
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(Path(__file__).parent.parent),
+    "OMP_NUM_THREADS": "1",
+}
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_started_processes_save_on_sigterm_and_torchrun_goes_on(features, tmp_path):
+    """The whole way: `gpu: 2`, then torchrun."""
+    argv = arguments(features, tmp_path, gpu=2, save_minutes=60.0)
+    process = begun(argv, tmp_path)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == ranks.STATUS_INTERRUPTED, said
@@ -566,11 +583,24 @@ def test_started_processes_save_on_sigterm_and_torchrun_goes_on(features, tmp_pa
     argv[argv.index("--machine") + 1] = '{"stop_minutes": 1e-9}'
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "dflash.train", *argv], env=env, timeout=240, **pipes
+        [sys.executable, *torchrun, "-m", "dflash.train", *argv],
+        env=ENVIRONMENT,
+        timeout=240,
+        **PIPES,
     )
     assert done.returncode == 1 and steps_saved(tmp_path) == [step, step + 1], done.stdout
     assert f"going on from step {step}" in done.stdout
     assert done.stdout.count("interrupted; saved in") == 1
+
+
+def test_started_processes_save_and_end_when_their_parent_is_killed(features, tmp_path):
+    process = begun(arguments(features, tmp_path, gpu=2, save_minutes=60.0), tmp_path)
+    process.kill()
+    said, _ = process.communicate(timeout=120)  # until the last of them has closed the pipe
+    assert process.returncode == -signal.SIGKILL
+    assert said.count("interrupted; saved in") == 1, said
+    (step,) = steps_saved(tmp_path)
+    assert 10 <= step < 400
 
 
 # --- two trainings in one process -----------------------------------------------------------------
