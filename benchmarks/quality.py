@@ -4,14 +4,16 @@
                                  [--seeds 3] [--jobs 2] [--finished] [--quick] [--json]
 
 Needs a finished demo (make demo), whose stored features all cases train on: the demo's recipe, those
-of other trainers in our settings, and the demo's with one change each. The target answers the demo's
+of other trainers in our settings, and the base with one change each, which is the demo's recipe but
+for a cosine in place of the schedule that won. The target answers the demo's
 evaluation prompts once; on its answers every drafter is measured at every position, and what greedy
 decoding would accept is read off (`dflash.validate`), by the target's whole head and with weights as
 exported. Steps, documents of a step, blocks of a document, seeds and the training's reduced head are
 the same for all. No document is kept for validation, and the last weights count.
 
-`ratio` is the demo's τ (mean over responses) over the case's: above 1 the demo accepts more. A
-process of one thread a training. With --work, finished trainings are kept, a line each in runs.jsonl,
+`ratio` is the demo's τ (mean over responses) over the case's: above 1 the demo accepts more;
+`difference` is the case's less the demo's, `to_base` the case's less the base's, each of the same
+seeds. A process of one thread a training. With --work, finished trainings are kept, a line each in runs.jsonl,
 and an interrupted benchmark goes on.
 """
 
@@ -36,6 +38,7 @@ from dflash.corpus import Prompt, read_prompts, select_per_kind, write_prompts
 from dflash.files import text_sha256
 
 DEFAULT = "default"  # the demo's recipe, to which all are compared
+BASE = "base"  # what the others change
 
 
 def training(**changes: Any) -> dict[str, Any]:
@@ -51,9 +54,10 @@ def loss(**changes: Any) -> dict[str, Any]:
 # What others train on: the answers' tokens, in the answers. The paper's decay for the block size.
 OF_DATA = {"labels": "data", "positions": "response", "gamma": None}
 
-# Settings over the demo's drafter, or over the case that `extends` names; what matters most first.
+# Settings over the base, or over the case that `extends` names; what matters most first.
 CASES: dict[str, dict[str, Any]] = {
-    DEFAULT: {},
+    DEFAULT: {"extends": "equal"},
+    BASE: {"extends": "equal", **training(schedule="cosine")},
     # DFlash paper, section 6 of its training recipe; betas and decay are not published.
     "published": {
         "start": "random",
@@ -98,7 +102,6 @@ CASES: dict[str, dict[str, Any]] = {
     "response-only": loss(positions="response"),
     "lr-6e-4": training(lr=6e-4),
     "wsd": training(schedule="wsd"),
-    "linear": training(schedule="linear"),
     "constant": training(schedule="constant"),
     # speculators' August 2026 default and RFC #979: AdamW at a tenth of Muon's rate.
     "speculators-10": {"extends": "speculators", **training(lr=1e-4)},
@@ -115,7 +118,7 @@ def workflow_of(steps: int) -> config.Workflow:
     drafters = {
         "demo": config.DEMO["drafters"]["demo"],
         "equal": {"extends": "demo", **training(**own)},
-        **{name: {"extends": "equal", **changes} for name, changes in CASES.items()},
+        **{name: {"extends": BASE, **changes} for name, changes in CASES.items()},
     }
     workflow = config.load(config.DEMO | {"drafters": drafters})
     return workflow.model_copy(update={"drafters": {k: workflow.drafters[k] for k in CASES}})
@@ -277,12 +280,16 @@ def train_all(args: argparse.Namespace, work: Path) -> dict[str, list[dict]]:
             raise
 
 
-def figures(case: str, rows: list[dict], default: list[dict]) -> dict[str, Any]:
-    """Averages over seeds, and their spread: the standard deviation between trainings. The demo's
-    trainings with the same seeds are compared to."""
+def figures(case: str, found_of: dict[str, list[dict]]) -> dict[str, Any]:
+    """Averages over seeds, and their spread: the standard deviation between trainings. Trainings of
+    the demo's recipe and of the base with the same seeds are compared to."""
+    rows = found_of[case]
     taus = {key: [row[key] for row in rows] for key in ("tau_mean", "tau_pooled", "by_position")}
     seeds = {row["seed"] for row in rows}
-    of_default = statistics.mean(row["tau_mean"] for row in default if row["seed"] in seeds)
+
+    def of(other: str) -> float:
+        return statistics.mean(row["tau_mean"] for row in found_of[other] if row["seed"] in seeds)
+
     tau = statistics.mean(taus["tau_mean"])
     found: dict[str, Any] = {"case": case, "steps": rows[0]["steps"], "seeds": len(rows)}
     for key, values in taus.items():
@@ -291,8 +298,9 @@ def figures(case: str, rows: list[dict], default: list[dict]) -> dict[str, Any]:
     return {
         **found,
         "tau_mean_of_seeds": taus["tau_mean"],
-        "difference": round(tau - of_default, 4),
-        "ratio": round(of_default / tau, 4),
+        "difference": round(tau - of(DEFAULT), 4),
+        "to_base": round(tau - of(BASE), 4),
+        "ratio": round(of(DEFAULT) / tau, 4),
         "cpu_seconds": round(statistics.mean(row["cpu_seconds"] for row in rows), 1),
     }
 
@@ -312,7 +320,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="trainings at once")
     parser.add_argument(
-        "--quick", action="store_true", help="two cases, 3 steps, one seed, a prompt of each kind"
+        "--quick", action="store_true", help="three cases, 3 steps, one seed, a prompt of each kind"
     )
     parser.add_argument(
         "--finished", action="store_true", help="train nothing: tell what --work holds"
@@ -322,19 +330,19 @@ def main() -> None:
     args.per_kind = config.Task().prompts_per_kind
     if args.quick:
         args.cases, args.steps, args.seeds, args.per_kind = QUICK, 3, 1, 1
-    args.cases = list(dict.fromkeys([DEFAULT, *args.cases]))
+    args.cases = list(dict.fromkeys([DEFAULT, BASE, *args.cases]))
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as temporary:
         found = train_all(args, args.work or Path(temporary))
-    if DEFAULT not in found:
-        raise SystemExit(f"{args.work}: holds no finished training of the demo's recipe")
+    if not found.keys() >= {DEFAULT, BASE}:
+        raise SystemExit(f"{args.work}: lacks a finished training of the demo's recipe or the base")
     if not args.json:
         print(
             f"{'case':16} {'seeds':>5} {'tau mean':>15} {'tau pooled':>15} {'difference':>10} "
-            f"{'ratio':>6} {'cpu s':>6}"
+            f"{'to base':>7} {'ratio':>6} {'cpu s':>6}"
         )
-    for case, rows in found.items():
-        f = figures(case, rows, found[DEFAULT])
+    for case in found:
+        f = figures(case, found)
         if args.json:
             print(json.dumps(f))
             continue
@@ -344,7 +352,7 @@ def main() -> None:
         )
         print(
             f"{case:16} {f['seeds']:5} {mean:>15} {pooled:>15} {f['difference']:+10.3f} "
-            f"{f['ratio']:6.3f} {f['cpu_seconds']:6.0f}"
+            f"{f['to_base']:+7.3f} {f['ratio']:6.3f} {f['cpu_seconds']:6.0f}"
         )
 
 

@@ -1333,6 +1333,7 @@ DEMO: dict[str, Any] = {
                 "documents_per_step": 4,
                 "anchors_per_document": 24,
                 "lr": 3.0e-3,
+                "schedule": "linear",
                 "dtype": "float32",
                 "validation": {"times": 5},
                 "loss": {
