@@ -4,16 +4,16 @@
                                  [--seeds 3] [--jobs 2] [--finished] [--quick] [--json]
 
 Needs a finished demo (make demo), whose stored features all cases train on: the demo's recipe, those
-of other trainers in our settings, and the base with one change each, which is the demo's recipe but
-for a cosine in place of the schedule that won. The target answers the demo's
-evaluation prompts once; on its answers every drafter is measured at every position, and what greedy
-decoding would accept is read off (`dflash.validate`), by the target's whole head and with weights as
-exported. Steps, documents of a step, blocks of a document, seeds and the training's reduced head are
-the same for all. No document is kept for validation, and the last weights count.
+of other trainers in our settings, and one change each to the base, which is the demo's recipe with a
+cosine instead of the schedule that won. The target answers the demo's evaluation prompts once; on its
+answers every drafter is measured at every position, and what greedy decoding would accept is read off
+(`dflash.validate`), by the target's whole head and with weights as exported. Steps, documents of a
+step, blocks of a document, seeds and the training's reduced head are the same for all. No document is
+kept for validation, and the last weights count.
 
 `ratio` is the demo's τ (mean over responses) over the case's: above 1 the demo accepts more;
-`difference` is the case's less the demo's, `to_base` the case's less the base's, each of the same
-seeds. A process of one thread a training. With --work, finished trainings are kept, a line each in runs.jsonl,
+`difference` is the case's less the demo's, `to_base` the case's less the base's, of the same seeds. A
+process of one thread a training. With --work, finished trainings are kept, a line each in runs.jsonl,
 and an interrupted benchmark goes on.
 """
 
