@@ -147,7 +147,8 @@ def joined(minutes: float = 30.0) -> Iterator[Ranks]:
     if not launched():
         yield one()
         return
-    end_with(os.getppid())
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # or started by hand, perhaps from a shell that is left
+        end_with(os.getppid())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     leaving = None
