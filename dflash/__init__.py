@@ -9,5 +9,8 @@ shared (measured: docs/log.md).
 
 import os
 
+# Who started this process, asked before torch takes seconds to load: later it may be gone (dflash.ranks).
+PARENT = os.getppid()
+
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dflash import PARENT
 from dflash.drafter import Drafter
 from dflash.errors import UserError, sentence
 
@@ -148,7 +149,7 @@ def joined(minutes: float = 30.0) -> Iterator[Ranks]:
         yield one()
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:  # or started by hand, perhaps from a shell that is left
-        end_with(os.getppid())
+        end_with(PARENT)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     leaving = None

@@ -547,27 +547,32 @@ def test_one_gpu_starts_no_others(two_gpus, gpus):
     assert ranks.start_others(gpus, "ends", ["75"]) is None  # otherwise it would exit
 
 
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(Path(__file__).parent.parent),
+    "OMP_NUM_THREADS": "1",
+}
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def launcher(argv: list[str]) -> subprocess.Popen:
+    """The stage as if on two devices (which the processes that it starts do not see)."""
+    code = "import torch; torch.cuda.device_count = lambda: 2; from dflash import train\n"
+    code += "from dflash.errors import entrypoint; entrypoint(train.main)"
+    return subprocess.Popen([sys.executable, "-c", code, *argv], env=ENVIRONMENT, **PIPES)
+
+
 def begun(argv: list[str], folder: Path) -> subprocess.Popen:
-    """A long training on two devices (which its processes do not see), once it has logged a step."""
+    """A long training, once it has logged a step."""
     at = argv.index("--settings") + 1
     long = settings_of(documents_per_step=2, max_steps=400, validation={"share": 0.0})
     argv[at] = long.model_dump_json(exclude={"extends"})
-    code = "import torch; torch.cuda.device_count = lambda: 2; from dflash import train\n"
-    code += "from dflash.errors import entrypoint; entrypoint(train.main)"
-    process = subprocess.Popen([sys.executable, "-c", code, *argv], env=ENVIRONMENT, **PIPES)
+    process = launcher(argv)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if any(p.stat().st_size for p in folder.glob("runs/*/metrics.jsonl")):
             break
         time.sleep(0.05)
     return process
-
-
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(Path(__file__).parent.parent),
-    "OMP_NUM_THREADS": "1",
-}
-PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_started_processes_save_on_sigterm_and_torchrun_goes_on(features, tmp_path):
@@ -601,6 +606,19 @@ def test_started_processes_save_and_end_when_their_parent_is_killed(features, tm
     assert said.count("interrupted; saved in") == 1, said
     (step,) = steps_saved(tmp_path)
     assert 10 <= step < 400
+
+
+def test_started_processes_end_when_their_parent_is_killed_before_they_join(features, tmp_path):
+    """They are still loading torch then, and would wait for its store for half an hour."""
+    process = launcher(arguments(features, tmp_path, gpu=2))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(children.read_text().split()) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)  # for Python to begin
+    process.kill()
+    process.communicate(timeout=60)  # until the last of them has closed the pipe
+    assert not steps_saved(tmp_path)
 
 
 # --- two trainings in one process -----------------------------------------------------------------
