@@ -15,6 +15,7 @@ Legend: P tokens of a shard · S tokens of a document · N blocks of a document 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
@@ -37,6 +38,7 @@ from dflash.data import Document, Pack, responses, supervised_slots
 from dflash.errors import UserError
 
 OPEN_SHARDS = 32  # each holds its small arrays, some bytes a token
+REFERENCES = 16  # documents that the others' beginnings are compared with
 AHEAD = 2  # packs a thread has read ahead or is reading: one is enough to hide a slow document
 T = TypeVar("T")
 
@@ -93,7 +95,9 @@ class Stream:
         anchors_per_document: most blocks of a document in one epoch.
         block: slots of a block, B, where none are asked for.
         last_hidden: read the target's last hidden state too.
-        everywhere: draw and supervise blocks in prompts too, not only in responses.
+        everywhere: draw and supervise blocks in prompts too, not only in responses, from where a
+            document differs from others: what prompts begin alike with, the chat template's first
+            words and a system prompt, is learned within some steps and never drafted.
         kept: ids of the tokens that the head still has (default: all); slots with others teach
             nothing.
         without: ids of samples that are passed over, as if no shard held them.
@@ -119,12 +123,16 @@ class Stream:
         self.masks: list[np.ndarray] = []  # [P / 8] a shard, where blocks may begin
         self.learned: list[np.ndarray] = []  # [P / 8] a shard, where slots teach something
         columns = []
+        beginnings = Beginnings(shards, without) if everywhere else None
         for number, shard in enumerate(shards):
             shard = copy(shard)
             ids_P, mask_P = shard.tokens()
             lengths = np.asarray(shard.lengths, np.int32)
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
-            masks = [supervised(m, everywhere) for m in np.split(mask_P, starts[1:])]
+            masks = np.split(mask_P, starts[1:])
+            if beginnings is not None:
+                parts = zip(shard.sample_ids, np.split(ids_P, starts[1:]), masks, strict=True)
+                masks = [supervised(m, True, beginnings.shared(*of)) for *of, m in parts]
             mask_P = np.concatenate(masks)
             self.masks.append(np.packbits(mask_P))
             teaches_P = mask_P if kept is None else mask_P & np.isin(ids_P, kept)
@@ -249,9 +257,47 @@ def _bits(packed: np.ndarray, start: int, length: int) -> np.ndarray:
     return np.unpackbits(part, count=first + length)[first:].view(bool)
 
 
-def supervised(loss_mask_S: np.ndarray, everywhere: bool) -> np.ndarray:
-    """Where a document's tokens may be learned: its response, or all but its first token."""
-    return np.arange(len(loss_mask_S)) > 0 if everywhere else loss_mask_S
+def supervised(loss_mask_S: np.ndarray, everywhere: bool, shared: int = 1) -> np.ndarray:
+    """Where a document's tokens may be learned: its response, or all but its first token and those of
+    the prompt that it shares with other documents; bool [S]."""
+    if not everywhere:
+        return loss_mask_S
+    prompt = int(loss_mask_S.argmax()) if loss_mask_S.any() else len(loss_mask_S)
+    return np.arange(len(loss_mask_S)) >= max(1, min(shared, prompt))
+
+
+class Beginnings:
+    """The token ids of a few documents, to which the beginnings of all others are compared.
+
+    They are those with the smallest sample ids, so that neither the order of documents nor the way
+    they lie in shards has a say. Documents of ids in `without` are not asked.
+    """
+
+    def __init__(self, shards: list[Shards], without: Collection[str] = ()):
+        left_out = set(without)
+        found = (
+            (sample_id, number, row)
+            for number, shard in enumerate(shards)
+            for row, sample_id in enumerate(shard.sample_ids)
+            if sample_id not in left_out
+        )
+        self.ids: dict[str, np.ndarray] = {}
+        for sample_id, number, row in heapq.nsmallest(REFERENCES, found):
+            shard = copy(shards[number])
+            lengths = np.asarray(shard.lengths, np.int64)
+            start = int(lengths[:row].sum())
+            self.ids[sample_id] = shard.tokens()[0][start : start + int(lengths[row])]
+
+    def shared(self, sample_id: str, ids_S: np.ndarray) -> int:
+        """How many of its first tokens a document has in common with one of the others."""
+        return max((_alike(ids_S, b) for a, b in self.ids.items() if a != sample_id), default=0)
+
+
+def _alike(a_S: np.ndarray, b_S: np.ndarray) -> int:
+    """How many tokens two documents begin alike with."""
+    length = min(len(a_S), len(b_S))
+    differ = a_S[:length] != b_S[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
 def frequent_tokens(

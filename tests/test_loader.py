@@ -264,7 +264,8 @@ def test_what_is_kept_for_validation_might_as_well_not_exist():
 
 
 def test_the_longest_run_of_supervised_tokens():
-    documents = [document("a", "0111"), document("b", "00111010110"), document("c", "0001")]
+    masks = {"a": "0111", "b": "00111010110", "c": "0001"}
+    documents = [document(n, mask, seed=i) for i, (n, mask) in enumerate(masks.items())]
     assert make_stream(documents).longest == 3
     assert make_stream(documents, everywhere=True).longest == 10
     assert make_stream(documents, without="ab", everywhere=True).longest == 3
@@ -293,7 +294,7 @@ def test_steps_may_have_blocks_of_other_sizes():
 
 
 def test_blocks_everywhere_lie_in_prompts_too():
-    documents = [document("a", "0000001"), document("b", "0001111")]
+    documents = [document("a", "0000001", seed=1), document("b", "0001111", seed=2)]
     stream = make_stream(documents, anchors_per_document=99)
     assert stream.unusable == 1 and len(stream) == 1
     everywhere = make_stream(documents, anchors_per_document=99, everywhere=True)
@@ -305,6 +306,65 @@ def test_blocks_everywhere_lie_in_prompts_too():
         assert place.anchors_N.tolist() == [1, 2, 3, 4, 5]
         assert place.slots_B.tolist() == [0, 5, 4, 3]  # blocks may reach past the end
     assert documents[0].loss_mask.sum() == 1  # the stored one is left alone
+
+
+def alike(name, mask, *begins):
+    """A document of its own tokens, but for its first ones."""
+    doc = document(name, mask, seed=ord(name))
+    doc.input_ids[:] = 1000 * ord(name) + np.arange(len(mask))
+    doc.input_ids[: len(begins)] = begins
+    return doc
+
+
+def test_what_prompts_begin_alike_with_is_not_learned_again():
+    """The template's words and a system prompt; against the longest beginning found in all pairs."""
+    documents = [
+        alike("a", "000000111", 7, 8, 9),
+        alike("b", "000000111", 7, 8, 9, 4, 4),
+        alike("c", "000000111", 7, 8, 9, 4, 5),
+        alike("d", "000111111", 7, 8, 9, 4, 4),  # the response begins where others' prompts go on
+        alike("e", "000000111"),
+        alike("f", "00000000", 7, 8, 9, 4),  # no response
+    ]
+    slow = {}
+    for doc in documents:
+        first = doc.loss_mask.tolist().index(True) if doc.loss_mask.any() else len(doc.loss_mask)
+        n = 0
+        while any(
+            doc.input_ids[: n + 1].tolist() == other.input_ids[: n + 1].tolist()
+            for other in documents
+            if other is not doc
+        ):
+            n += 1
+        slow[doc.sample_id] = max(1, min(n, first))
+    assert slow == {"a": 3, "b": 5, "c": 4, "d": 3, "e": 1, "f": 4}
+    for shards in (1, 2, 3):
+        settings = {"shards": shards, "anchors_per_document": 99}
+        stream = make_stream(documents, everywhere=True, **settings)
+        first = {p.sample_id: p.anchors_N[0] for p in map(stream.place, range(6))}
+        assert first == slow
+        where = {p.sample_id: p for p in map(stream.place, range(6))}
+        for name, place in where.items():  # and the slots that are counted are those of the pack
+            packed = data.pack([stream.read(place)], [place.anchors_N], WEIGHTS)
+            weights = place.slots_B @ WEIGHTS.double().numpy()
+            assert packed.mass == pytest.approx(weights), name
+        # where prompts are not learned, nothing changes
+        plain = make_stream(documents[:5], **settings)
+        assert {p.anchors_N[0] for p in map(plain.place, range(5))} == {3, 6}
+    # those kept for validation are not asked
+    stream = make_stream(documents, everywhere=True, without="bd", **settings)
+    first = {p.sample_id: p.anchors_N[0] for p in map(stream.place, range(4))}
+    assert first == {"a": 3, "c": 4, "e": 1, "f": 4}
+
+
+def test_beginnings_are_compared_with_a_few_documents_only(monkeypatch):
+    monkeypatch.setattr(loader, "REFERENCES", 2)
+    documents = [alike(n, "000011", 7, 8) for n in "dcba"] + [alike("e", "000011", 5, 6)] * 2
+    stream = make_stream(documents, everywhere=True, anchors_per_document=99)
+    assert {p.sample_id: p.anchors_N[0] for p in map(stream.place, range(5))} == {
+        **dict.fromkeys("abcd", 2),
+        "e": 1,  # like itself only
+    }
 
 
 def test_frequent_tokens():
