@@ -40,7 +40,7 @@ STAGE_VERSION = {
     "corpus": 1,
     "regenerate": 1,
     "extract": 1,
-    "train": 2,
+    "train": 3,
     "task": 1,
     "evaluate": 1,
     "export": 2,
@@ -222,8 +222,8 @@ class Loss(Settings):
     positions: Literal["response", "all"] = Field(
         "response",
         description="Where blocks are drawn: in the target's own responses (DFlash paper), or in the "
-        "prompts too, where its distribution is known just as well; `all` needs labels `argmax` or "
-        "`soft`, since a prompt's tokens are not the target's.",
+        "prompts too, where its distribution is known just as well, but for what prompts begin alike "
+        "with; `all` needs labels `argmax` or `soft`, since a prompt's tokens are not the target's.",
     )
     weights: Literal["decay", "dpace"] = Field(
         "decay",
@@ -1314,22 +1314,23 @@ DEMO: dict[str, Any] = {
     # float32, since processors without bf16 matrix units are slower in bf16
     "target": {"dtype": "float32"},
     "corpus": {
-        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl"}],
-        "heldout_share": 0.22,
+        # Two processes of one thread answer and read more than one of two threads.
+        "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "shards": 2}],
+        "heldout_share": 0.16,
     },
-    "regenerate": {"max_new_tokens": 80},
+    "regenerate": {"max_new_tokens": 48},
     "drafters": {
         "demo": {
-            # In a given time many small steps teach more than few large ones, and late slots are
-            # seldom accepted after so short a training: few slots, the first weighted most. With so
-            # few documents the target's whole distribution, in prompts too, teaches more than its
-            # answers' tokens alone (docs/log.md).
+            # In a given time many small steps teach more than few large ones, two layers more than
+            # three, and late slots are seldom accepted after so short a training: few slots, the
+            # first weighted most. With so few documents the target's whole distribution, in prompts
+            # too, teaches more than its answers' tokens alone (docs/log.md).
             "block_size": 4,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "mask_token_id": 5,
             "training": {
-                "epochs": 8.0,
-                "max_steps": 1150,
+                "epochs": 12.0,
+                "max_steps": 2200,
                 "documents_per_step": 4,
                 "anchors_per_document": 24,
                 "lr": 3.0e-3,
@@ -1345,11 +1346,11 @@ DEMO: dict[str, Any] = {
             },
         }
     },
-    "evaluate": {"max_new_tokens": 48},
+    "evaluate": {"max_new_tokens": 48, "timed_prompts_per_kind": 1},
     "machine": {
         "target": {"threads": 2},
-        "regenerate": {"gpu": 1, "threads": 2, "batch_size": 128},
-        "extract": {"gpu": 1, "threads": 2, "batch_tokens": 4096},
+        "regenerate": {"gpu": 1, "threads": 1, "batch_size": 128},
+        "extract": {"gpu": 1, "threads": 1, "batch_tokens": 4096},
         "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
         "evaluate": {"gpu": 1, "threads": 2, "batch_size": 40},
     },
