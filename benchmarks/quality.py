@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "published-b16": {"extends": "published", "block_size": 16, "num_hidden_layers": 5},
     "taps-3": {"taps": 3},
     "layers-1": {"num_hidden_layers": 1},
-    "layers-2": {"num_hidden_layers": 2},
+    "layers-3": {"num_hidden_layers": 3},
     "ema": training(ema=0.99),
     "labels-argmax": loss(labels="argmax"),
     "response-only": loss(positions="response"),

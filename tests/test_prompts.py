@@ -1,18 +1,23 @@
-"""The demo's own prompts: enough of each kind, varied, and split so that each kind is measured."""
+"""The project's own prompts: enough of each kind, varied, and split so that each kind is measured."""
 
 import json
 import re
 from collections import Counter
 from itertools import combinations
 
+import pytest
 from tiny import ROOT
 
 from dflash import config
 from dflash.chat import as_prompt, check_messages
 from dflash.corpus import sample_id, split_of
 
-PATH = ROOT / "config/prompts/quickstart.jsonl"
-ROWS = [json.loads(line) for line in PATH.read_text(encoding="utf-8").splitlines()]
+FOLDER = ROOT / "config/prompts"
+# The demo's, plainly put; and longer, less plain ones.
+ROWS, VARIED = (
+    [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
+    for name in ("quickstart.jsonl", "varied.jsonl")
+)
 KINDS = {"explain", "code", "math", "rewrite", "list", "story"}
 
 
@@ -21,10 +26,14 @@ def messages(row):
     return as_prompt(check_messages(given, row["id"]))[0]
 
 
-def test_enough_of_each_kind():
-    kinds = Counter(row["kind"] for row in ROWS)
+@pytest.mark.parametrize("rows", [ROWS, VARIED], ids=["quickstart", "varied"])
+def test_enough_of_each_kind(rows):
+    kinds = Counter(row["kind"] for row in rows)
     assert set(kinds) == KINDS and sum(kinds.values()) >= 600 and min(kinds.values()) >= 100
-    assert len({row["id"] for row in ROWS}) == len(ROWS)
+
+
+def test_no_id_twice_and_some_prompts_of_several_turns():
+    assert len({row["id"] for row in ROWS + VARIED}) == len(ROWS + VARIED)
     turns = Counter(len(messages(row)) > 1 for row in ROWS)
     assert turns[True] >= 30
 
@@ -47,13 +56,25 @@ def test_no_near_duplicates():
         words = re.findall(r"\w+", " ".join(m["content"] for m in messages(row)).lower())
         return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
 
-    every = [(row["id"], grams(row)) for row in ROWS]
+    every = [(row["id"], grams(row)) for row in ROWS + VARIED]
     near = [(a, b) for (a, x), (b, y) in combinations(every, 2) if len(x & y) > 0.35 * len(x | y)]
     assert near == []
 
 
 def test_openings_vary():
+    """Most of the demo's programs are asked for in the words most people use."""
+    openings, kinds = (
+        Counter((row["kind"], *messages(row)[-1]["content"].lower().split()[:n]) for row in ROWS)
+        for n in (3, 0)
+    )
+    (often, most), (_, next_most) = openings.most_common(2)
+    assert often == ("code", "write", "a", "python") and most < 0.6 * kinds["code",]
+    assert next_most < 0.4 * kinds["story",]
+    assert len(openings) > 600
+
+
+def test_openings_vary_more_in_the_longer_prompts():
     openings = Counter(
-        (row["kind"], *messages(row)[-1]["content"].lower().split()[:3]) for row in ROWS
+        (row["kind"], *messages(row)[-1]["content"].lower().split()[:3]) for row in VARIED
     )
     assert openings.most_common(1)[0][1] <= 8
