@@ -1316,9 +1316,9 @@ DEMO: dict[str, Any] = {
     "corpus": {
         # Two processes of one thread answer and read more than one of two threads.
         "sources": [{"name": "quickstart", "path": "config/prompts/quickstart.jsonl", "shards": 2}],
-        "heldout_share": 0.16,
+        "heldout_share": 0.25,
     },
-    "regenerate": {"max_new_tokens": 48},
+    "regenerate": {"max_new_tokens": 40},
     "drafters": {
         "demo": {
             # In a given time many small steps teach more than few large ones, two layers more than
@@ -1330,7 +1330,7 @@ DEMO: dict[str, Any] = {
             "mask_token_id": 5,
             "training": {
                 "epochs": 12.0,
-                "max_steps": 2200,
+                "max_steps": 1900,
                 "documents_per_step": 4,
                 "anchors_per_document": 24,
                 "lr": 3.0e-3,
@@ -1346,7 +1346,7 @@ DEMO: dict[str, Any] = {
             },
         }
     },
-    "evaluate": {"max_new_tokens": 48, "timed_prompts_per_kind": 1},
+    "evaluate": {"max_new_tokens": 40, "timed_prompts_per_kind": 1},
     "machine": {
         "target": {"threads": 2},
         "regenerate": {"gpu": 1, "threads": 1, "batch_size": 128},
