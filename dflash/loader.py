@@ -281,12 +281,15 @@ class Beginnings:
             for row, sample_id in enumerate(shard.sample_ids)
             if sample_id not in left_out
         )
+        chosen = sorted(heapq.nsmallest(REFERENCES, found), key=lambda of: of[1])
         self.ids: dict[str, np.ndarray] = {}
-        for sample_id, number, row in heapq.nsmallest(REFERENCES, found):
+        for number, group in itertools.groupby(chosen, key=lambda of: of[1]):
             shard = copy(shards[number])
-            lengths = np.asarray(shard.lengths, np.int64)
-            start = int(lengths[:row].sum())
-            self.ids[sample_id] = shard.tokens()[0][start : start + int(lengths[row])]
+            ids_P, _ = shard.tokens()
+            ends = np.cumsum(shard.lengths, dtype=np.int64)
+            for sample_id, _, row in group:
+                start, end = ends[row] - shard.lengths[row], ends[row]
+                self.ids[sample_id] = ids_P[start:end].copy()
 
     def shared(self, sample_id: str, ids_S: np.ndarray) -> int:
         """How many of its first tokens a document has in common with one of the others."""

@@ -359,8 +359,12 @@ def test_what_prompts_begin_alike_with_is_not_learned_again():
 
 def test_beginnings_are_compared_with_a_few_documents_only(monkeypatch):
     monkeypatch.setattr(loader, "REFERENCES", 2)
+    asked = []
+    real = Shard.tokens
+    monkeypatch.setattr(Shard, "tokens", lambda shard: asked.append(0) or real(shard))
     documents = [alike(n, "000011", 7, 8) for n in "dcba"] + [alike("e", "000011", 5, 6)] * 2
-    stream = make_stream(documents, everywhere=True, anchors_per_document=99)
+    stream = make_stream(documents, everywhere=True, anchors_per_document=99, shards=1)
+    assert len(asked) == 2  # once for the few, once for all
     assert {p.sample_id: p.anchors_N[0] for p in map(stream.place, range(5))} == {
         **dict.fromkeys("abcd", 2),
         "e": 1,  # like itself only
