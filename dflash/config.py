@@ -1330,7 +1330,7 @@ DEMO: dict[str, Any] = {
             "mask_token_id": 5,
             "training": {
                 "epochs": 12.0,
-                "max_steps": 1900,
+                "max_steps": 2150,
                 "documents_per_step": 4,
                 "anchors_per_document": 24,
                 "lr": 3.0e-3,
