@@ -1349,7 +1349,7 @@ DEMO: dict[str, Any] = {
     "evaluate": {"max_new_tokens": 40, "timed_prompts_per_kind": 1},
     "machine": {
         "target": {"threads": 2},
-        "regenerate": {"gpu": 1, "threads": 1, "batch_size": 128},
+        "regenerate": {"gpu": 1, "threads": 1, "mem_mb": 6000, "batch_size": 128},
         "extract": {"gpu": 1, "threads": 1, "batch_tokens": 4096},
         "train": {"gpu": 1, "threads": 2, "checkpointing": "none", "save_minutes": 2.0},
         "evaluate": {"gpu": 1, "threads": 2, "batch_size": 40},
