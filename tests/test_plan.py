@@ -226,9 +226,11 @@ def test_prints_text_and_json(
 
 
 def test_the_demo_needs_no_results() -> None:
-    shape = plan.shape_of(config.load(ROOT / "config" / "config.yaml"), "demo")
+    settings = config.load(ROOT / "config" / "config.yaml")
+    shape = plan.shape_of(settings, "demo")
     assert (shape.hidden, shape.intermediate, shape.head_dim) == (576, 1536, 64)
-    assert shape.tokens == shape.documents * (512 + 80)
+    longest = settings.corpus.max_prompt_tokens + settings.regenerate.max_new_tokens
+    assert shape.tokens == shape.documents * longest
     assert shape.documents == 4  # a step's, though micro_batch would take 8
 
 
