@@ -124,6 +124,7 @@ class Layout:
         self.group_blocks = max(1, (group_rows or GROUP_ROWS[0] * 2) // block_size)
         self._groups: dict[int | None, list[Group]] = {}
         self._parts: dict[tuple, list[list[Part]]] = {}
+        self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.flex_masks: dict[tuple, Any] = {}
 
     @property
@@ -198,7 +199,7 @@ class Layout:
     ) -> torch.Tensor:
         """Which keys the slots of blocks first..last-1 see; bool [R, L], own slots last."""
         slot = torch.arange(self.block_size, device=device)
-        anchor_C, start_C = (x[first:last].to(device) for x in (self.anchors, self.start_N))
+        anchor_C, start_C = (x[first:last] for x in self.on_device(device))
         row_L = torch.cat([torch.arange(*r, device=device) for r in ranges or ((0, 0),)])
         context = (row_L >= start_C[:, None]) & (row_L < anchor_C[:, None])
         context_CBL = context[:, None].expand(-1, self.block_size, -1)
@@ -210,8 +211,19 @@ class Layout:
             distance = (anchor_C[:, None] + slot)[:, :, None] - row_L
             context_CBL = context_CBL & (distance < see.window)
             own &= back.abs() < see.window
-        own = torch.block_diag(*[own] * (last - first))
-        return torch.cat([context_CBL.flatten(0, 1), own], dim=1)
+        blocks, rows = last - first, (last - first) * self.block_size
+        own_RR = torch.zeros(rows, rows, dtype=torch.bool, device=device)
+        own_CBCB = own_RR.view(blocks, self.block_size, blocks, self.block_size)
+        own_CBCB.diagonal(dim1=0, dim2=2).copy_(own[..., None])  # one kernel, however many blocks
+        return torch.cat([context_CBL.flatten(0, 1), own_RR], dim=1)
+
+    def on_device(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchors and first rows of the blocks' documents, [N] each, copied to a device once."""
+        key = str(device)
+        if key not in self._on_device:
+            both = torch.stack([self.anchors, self.start_N])
+            self._on_device[key] = both.to(device).unbind()
+        return self._on_device[key]
 
     def parts(
         self, see: Visibility, split: bool, device: torch.device, dtype: torch.dtype
@@ -279,6 +291,7 @@ def attend(
     backend: str = "split",
     recompute: bool = False,
     reentrant: bool = False,
+    memo: Memo | None = None,
 ) -> torch.Tensor:
     """Attention of all blocks' slots over their context and their own block, scaled by d^-1/2.
 
@@ -288,6 +301,7 @@ def attend(
     Args:
         recompute: keep nothing of a group for the backward pass but its inputs ("group"
             checkpointing); `reentrant` chooses torch's older checkpoint for the backends that use it.
+        memo: keeps the result of `chunked` and `split` for a second call with the same arguments.
     Raises ValueError for an unknown backend, UserError where flex_attention cannot run.
     """
     tensors = (q_NBQd, k_SKd, v_SKd, k_NBKd, v_NBKd)
@@ -295,7 +309,7 @@ def attend(
         return torch.zeros_like(q_NBQd) + 0 * (k_SKd.sum() + v_SKd.sum())
     if backend in ("chunked", "split"):
         parts = layout.parts(see, backend == "split", q_NBQd.device, q_NBQd.dtype)
-        return _Grouped.apply(*tensors, layout.groups(see), parts, recompute)
+        return _Grouped.apply(*tensors, layout.groups(see), parts, recompute, memo)
     run: Callable[..., torch.Tensor]
     if backend == "dense":
         run = partial(_dense, layout=layout, see=see)
@@ -320,54 +334,90 @@ def _perhaps_again(
 # --- chunked and split ------------------------------------------------------------------------
 
 
+class Memo:
+    """The attention result of a layer that is run twice: once forward, and again, from the same inputs,
+    when its activations are recomputed for the backward pass. The second run takes what the first kept.
+
+    A dispatch mode that keeps the kernels' outputs (torch's selective checkpoint) does the same at
+    three times the host time of a pass (docs/log.md).
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def keep(self, out: torch.Tensor, lses: list[torch.Tensor]) -> None:
+        """Keep an output and its log-sum-exps, without the graph that the output becomes part of."""
+        self._kept = out.detach(), lses
+
+    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """What was kept, once."""
+        kept, self._kept = self._kept, None
+        return kept
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k_S, v_S, k_N, v_N, groups, parts, recompute):
-        out = torch.empty_like(q)
-        lses = []
-        for g, calls in zip(groups, parts, strict=True):
-            rows = fold(q[g.first : g.last], k_S.shape[1])
-            merged, lse = _run(rows, k_S, v_S, k_N, v_N, g, calls)
-            out[g.first : g.last] = unfold(merged, q.shape)
-            lses.append(lse)
+    def forward(ctx, q, k_S, v_S, k_N, v_N, groups, parts, recompute, memo):
+        found = memo.take() if memo is not None else None
+        if found is None:
+            found = _grouped_forward(q, k_S, v_S, k_N, v_N, groups, parts)
+            if memo is not None:
+                memo.keep(*found)
+        out, lses = found
         ctx.groups, ctx.parts, ctx.recompute = groups, parts, recompute
-        if recompute:
-            ctx.save_for_backward(q, k_S, v_S, k_N, v_N)
-        else:
-            ctx.save_for_backward(q, k_S, v_S, k_N, v_N, out, *lses)
+        kept = () if recompute else (out, *lses)
+        ctx.save_for_backward(q, k_S, v_S, k_N, v_N, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
         q, k_S, v_S, k_N, v_N, *kept = ctx.saved_tensors
-        kv = k_S.shape[1]
-        wide = torch.promote_types(q.dtype, torch.float32)  # many groups add to one context row
-        dq, dk_N, dv_N = torch.empty_like(q), torch.empty_like(k_N), torch.empty_like(v_N)
-        dk_S, dv_S = torch.zeros_like(k_S, dtype=wide), torch.zeros_like(v_S, dtype=wide)
-        for i, (g, calls) in enumerate(zip(ctx.groups, ctx.parts, strict=True)):
-            blocks = slice(g.first, g.last)
-            rows, slope = fold(q[blocks], kv), fold(grad_out[blocks], kv)
-            if ctx.recompute:
-                out, lse = _run(rows, k_S, v_S, k_N, v_N, g, calls)
-            else:
-                out, lse = fold(kept[0][blocks], kv), kept[1 + i]
-            total = None
-            for part in calls:
-                k, v = _keys(k_S, k_N, g, part), _keys(v_S, v_N, g, part)
-                dq_part, dk, dv = kernel_backward(slope, rows, k, v, part.bias, out, lse)
-                total = dq_part if total is None else total.add_(dq_part)
-                at = 0
-                dk, dv = dk[0].transpose(0, 1), dv[0].transpose(0, 1)  # [L, K, d]
-                for low, high in part.ranges:
-                    dk_S[low:high] += dk[at : at + high - low]
-                    dv_S[low:high] += dv[at : at + high - low]
-                    at += high - low
-                if part.own:
-                    dk_N[blocks] = dk[at:].unflatten(0, (-1, q.shape[1]))
-                    dv_N[blocks] = dv[at:].unflatten(0, (-1, q.shape[1]))
-            dq[blocks] = unfold(total, q.shape)
-        return dq, dk_S.to(k_S.dtype), dv_S.to(v_S.dtype), dk_N, dv_N, None, None, None
+        out, lses = (None, []) if ctx.recompute else (kept[0], kept[1:])
+        grads = _grouped_backward(grad_out, q, k_S, v_S, k_N, v_N, out, lses, ctx.groups, ctx.parts)
+        return *grads, None, None, None, None
+
+
+def _grouped_forward(q, k_S, v_S, k_N, v_N, groups, parts):
+    """Output [N, B, Q, d] and each group's log-sum-exp [1, K, G·R]."""
+    out, lses = torch.empty_like(q), []
+    for g, calls in zip(groups, parts, strict=True):
+        rows = fold(q[g.first : g.last], k_S.shape[1])
+        merged, lse = _run(rows, k_S, v_S, k_N, v_N, g, calls)
+        out[g.first : g.last] = unfold(merged, q.shape)
+        lses.append(lse)
+    return out, lses
+
+
+def _grouped_backward(grad_out, q, k_S, v_S, k_N, v_N, out, lses, groups, parts):
+    """Gradients of the five inputs. Without `out` and `lses` each group is computed again."""
+    kv = k_S.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)  # many groups add to one context row
+    dq, dk_N, dv_N = torch.empty_like(q), torch.empty_like(k_N), torch.empty_like(v_N)
+    dk_S, dv_S = torch.zeros_like(k_S, dtype=wide), torch.zeros_like(v_S, dtype=wide)
+    for i, (g, calls) in enumerate(zip(groups, parts, strict=True)):
+        blocks = slice(g.first, g.last)
+        rows, slope = fold(q[blocks], kv), fold(grad_out[blocks], kv)
+        if out is None:
+            of_group, lse = _run(rows, k_S, v_S, k_N, v_N, g, calls)
+        else:
+            of_group, lse = fold(out[blocks], kv), lses[i]
+        total = None
+        for part in calls:
+            k, v = _keys(k_S, k_N, g, part), _keys(v_S, v_N, g, part)
+            dq_part, dk, dv = kernel_backward(slope, rows, k, v, part.bias, of_group, lse)
+            total = dq_part if total is None else total.add_(dq_part)
+            at = 0
+            dk, dv = dk[0].transpose(0, 1), dv[0].transpose(0, 1)  # [L, K, d]
+            for low, high in part.ranges:
+                dk_S[low:high] += dk[at : at + high - low]
+                dv_S[low:high] += dv[at : at + high - low]
+                at += high - low
+            if part.own:
+                dk_N[blocks] = dk[at:].unflatten(0, (-1, q.shape[1]))
+                dv_N[blocks] = dv[at:].unflatten(0, (-1, q.shape[1]))
+        dq[blocks] = unfold(total, q.shape)
+    return dq, dk_S.to(k_S.dtype), dv_S.to(v_S.dtype), dk_N, dv_N
 
 
 def _keys(context_SKd, own_NBKd, g: Group, part: Part) -> torch.Tensor:
@@ -385,13 +435,15 @@ def _run(rows, k_S, v_S, k_N, v_N, g: Group, calls: list[Part]):
     for part in calls:
         k, v = _keys(k_S, k_N, g, part), _keys(v_S, v_N, g, part)
         o, s = kernel_forward(rows, k, v, part.bias)
-        if out is None:
-            out, lse = o, s
-        else:
-            both = torch.logaddexp(lse, s)
-            share, other = (lse - both).exp()[..., None], (s - both).exp()[..., None]
-            out, lse = (out * share + o * other).to(o.dtype), both
+        out, lse = (o, s) if out is None else _merged(out, lse, o, s)
     return out, lse
+
+
+def _merged(out, lse, other_out, other_lse):
+    """Output and log-sum-exp of one softmax over the keys of two calls."""
+    both = torch.logaddexp(lse, other_lse)
+    share, other = (lse - both).exp()[..., None], (other_lse - both).exp()[..., None]
+    return (out * share + other_out * other).to(other_out.dtype), both
 
 
 def fold(x_CBQd: torch.Tensor, kv: int) -> torch.Tensor:
@@ -464,6 +516,10 @@ def kernel_backward(slope, q, k, v, bias_RL: torch.Tensor | None, out, lse):
         none = torch.zeros((), dtype=torch.int64, device=q.device)
         short = -q.shape[2] % 32  # the kernel reads whole warps of rows
         padded = F.pad(lse.float(), (0, short), value=float("inf")).contiguous()
+        # In half precision the kernel takes `out` to lie in memory as [1, M, K, d], whatever its
+        # strides say, and reads other rows and beyond the buffer where it does not (o_strideM() in
+        # ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h).
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             slope, q, k, v, _aligned(bias_RL, q.shape[2], q.shape[1]), out, padded, none, none, 0.0,
             [True, True, True, False],
@@ -486,9 +542,9 @@ def fused_kernel(q: torch.Tensor, bias: torch.Tensor | None) -> str:
     A kernel is used only after it has agreed with the written-out softmax on a small problem in this
     process, forward and backward; one that fails or is not there gives way to the next, `math` last.
     """
-    if _trying.get():
-        return _trying.get()
     d, masked = q.shape[-1], bias is not None
+    if (tried := _trying.get()) is not None:
+        return tried.get(masked, "math")
     for kind in candidates(q.device.type, q.dtype, d, masked):
         if kernel_fault(kind, q.device, q.dtype, d, masked) is None:
             return kind
@@ -506,7 +562,8 @@ def candidates(device_type: str, dtype: torch.dtype, head_dim: int, masked: bool
     return []
 
 
-_trying: ContextVar[str | None] = ContextVar("trying", default=None)
+# While a kernel is being tried: the kernel of masked (True) or unmasked calls, others get `math`.
+_trying: ContextVar[dict[bool, str] | None] = ContextVar("trying", default=None)
 _faults: dict[tuple, str | None] = {}
 _faults_lock = threading.Lock()
 
@@ -518,7 +575,7 @@ def kernel_fault(
     key = (kind, str(device), dtype, head_dim, masked)
     with _faults_lock:
         if key not in _faults:
-            token = _trying.set(kind)
+            token = _trying.set({masked: kind})
             try:
                 # not part of whatever is being recorded or recomputed around this call
                 with _disable_current_modes(), torch.autocast(device.type, enabled=False):
@@ -530,32 +587,53 @@ def kernel_fault(
         return _faults[key]
 
 
+# Query heads : key heads that a kernel is tried with: one key head and several, one query head a key
+# head and several.
+TRIAL_HEADS = ((4, 2), (3, 3), (6, 1), (32, 4))
+
+
 @torch.no_grad()
 def _try_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool
 ) -> str | None:
-    """40 rows over 72 keys in two heads; the mask leaves every row a key. Not a multiple of anything."""
-    g = torch.Generator().manual_seed(0)
-    q, k, v, slope = (
-        torch.randn(1, 2, n, head_dim, generator=g).to(device, dtype) for n in (40, 72, 72, 40)
-    )
-    mask = None
-    if masked:
-        mask = (torch.rand(20, 72, generator=g) < 0.5).to(device)
-        mask[:, 3] = True
-    small = None if mask is None else additive(mask, dtype)
-    out, lse = kernel_forward(q, k, v, small)
-    got = (out, lse, *kernel_backward(slope, q, k, v, small, out, lse))
-    wide = [x.double() for x in (slope, q, k, v)]
-    bias = None if mask is None else additive(mask, torch.float64).repeat(2, 1)
-    want_out, want_lse = _math_forward(*wide[1:], bias)
-    want = (want_out, want_lse, *_math_backward(*wide, bias, want_out, want_lse))
+    """What training does, forward and backward, on a small pack, against float64.
+
+    Groups of one call and of two, whose other call is the written-out softmax; outputs merged, laid out
+    for all slots and taken from there; keys that are views of the context and copies; sizes that are no
+    multiples of anything. So the kernel meets the very strides, padding and log-sum-exps of training.
+    """
     tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}.get(dtype, 1e-9)
-    names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-    for name, a, b in zip(names, got, want, strict=True):
-        off = float((a.double() - b).norm() / b.norm())
-        if not off <= tolerance:
-            return f"its {name} is off by {off:.1e}"
+    starts = torch.tensor([0, 151, 189])
+    anchors = torch.tensor([5, 70, 71, 100, 131, 149, 160, 188])
+    block, names = 5, ("q", "k of context", "v of context", "k of blocks", "v of blocks")
+    see, cpu = Visibility(), torch.device("cpu")
+    for heads, kv in TRIAL_HEADS:
+        layout = Layout(starts, anchors, block, group_rows=3 * block)
+        rows, slots = (layout.num_context,), (layout.num_blocks, block)
+        shapes = [(*slots, heads), (*rows, kv), (*rows, kv), (*slots, kv), (*slots, kv)]
+        g = torch.Generator().manual_seed(heads)
+        *tensors, grad_out = (
+            torch.randn(*shape, head_dim, generator=g).to(dtype) for shape in [*shapes, shapes[0]]
+        )
+        groups, parts = layout.groups(see), layout.parts(see, True, device, dtype)
+        moved = [x.to(device) for x in tensors]
+        out, lses = _grouped_forward(*moved, groups, parts)
+        got = out, *_grouped_backward(grad_out.to(device), *moved, out, lses, groups, parts)
+
+        token = _trying.set({})  # the written-out softmax, every block with a mask over everything
+        whole = Layout(starts, anchors, block, group_rows=block)
+        groups = [Group(0, layout.num_blocks, 0, layout.num_context, 0, 0)]
+        bias = additive(whole.mask(0, layout.num_blocks, ((0, *rows),), see), torch.float64)
+        parts = [[Part(((0, *rows),), True, bias)]]
+        exact = [x.double() for x in tensors]
+        out, lses = _grouped_forward(*exact, groups, parts)
+        want = out, *_grouped_backward(grad_out.double(), *exact, out, lses, groups, parts)
+        _trying.reset(token)
+        for name, a, b in zip(("output", *names), got, want, strict=True):
+            off = float((a.to(cpu).double() - b).norm() / b.norm())
+            if not off <= tolerance:
+                what = name if name == "output" else f"gradient of {name}"
+                return f"its {what} is off by {off:.1e} with heads {heads}:{kv}"
     return None
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash.attention import Layout, Visibility, attend, group_rows_within
+from dflash.attention import Layout, Memo, Visibility, attend, group_rows_within
 from dflash.config import is_folder, spread_taps
 from dflash.errors import UserError
 from dflash.files import read_json, save_tensors, write_json
@@ -366,31 +366,15 @@ class Layer(nn.Module):
         backend: str,
         recompute: bool = False,
         reentrant: bool = False,
+        memo: Memo | None = None,
     ) -> torch.Tensor:
         """The layer in training: every block of a pack over its document's context."""
         k_SKd, v_SKd = self.self_attn.keys_values(context_SH, at_S)
 
         def over_context(q, k, v):
-            return attend(q, k_SKd, v_SKd, k, v, layout, see, backend, recompute, reentrant)
+            return attend(q, k_SKd, v_SKd, k, v, layout, see, backend, recompute, reentrant, memo)
 
         return self(x_NBH, at_NB, over_context)
-
-
-def _keep_attention():
-    """Contexts of a checkpoint that keeps what attention kernels gave and recomputes all else."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    kept = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-
-    def policy(_ctx, op, *_args, **_kwargs):
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 class Drafter(nn.Module):
@@ -440,7 +424,8 @@ class Drafter(nn.Module):
             backend: how attention is computed (see `attention`); all give the same numbers.
             checkpointing: what the backward pass recomputes: nothing ("none"), each layer
                 ("layer"), each attention group ("group"), "both", or each layer without its
-                attention ("selective").
+                attention ("selective"; the same as "layer" with backends other than `split` and
+                `chunked`).
             reentrant: use torch's older checkpoint, which runs the recomputation as a backward pass
                 of its own; "selective" does not exist there.
         """
@@ -454,8 +439,6 @@ class Drafter(nn.Module):
         layers = checkpointing in ("layer", "both", "selective") and torch.is_grad_enabled()
         # nothing here is random
         options: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": False}
-        if checkpointing == "selective":
-            options["context_fn"] = _keep_attention
         device = taps_SD.device
         context_SH = self.context(taps_SD)
         at_S = self.rope(layout.context_positions_S.to(device))
@@ -463,7 +446,8 @@ class Drafter(nn.Module):
         x = block_NBH
         for i, layer in enumerate(self.layers):
             see = self.config.visibility(i)
-            args = (x, context_SH, at_NB, at_S, layout, see, backend, recompute, reentrant)
+            memo = Memo() if layers and checkpointing == "selective" else None
+            args = (x, context_SH, at_NB, at_S, layout, see, backend, recompute, reentrant, memo)
             x = checkpoint(layer.over_pack, *args, **options) if layers else layer.over_pack(*args)
         return self.norm(x)
 
