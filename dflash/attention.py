@@ -34,7 +34,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,15 @@ class Part:
     bias: torch.Tensor | None  # what is added to scores, 0 or -inf, [R, L]; R slots and L keys
 
 
+class Numbers(NamedTuple):
+    """What passes need of a layout as tensors on their device; int64."""
+
+    anchor_N: torch.Tensor  # context row of each block's anchor
+    start_N: torch.Tensor  # first context row of its document
+    context_positions_S: torch.Tensor  # position of each context row in its document
+    block_positions_NB: torch.Tensor  # and of each slot
+
+
 class Layout:
     """Where documents and blocks lie in a pack. Built once a batch, shared by all layers.
 
@@ -124,7 +133,7 @@ class Layout:
         self.group_blocks = max(1, (group_rows or GROUP_ROWS[0] * 2) // block_size)
         self._groups: dict[int | None, list[Group]] = {}
         self._parts: dict[tuple, list[list[Part]]] = {}
-        self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._on_device: dict[str, Numbers] = {}
         self.flex_masks: dict[tuple, Any] = {}
 
     @property
@@ -199,7 +208,8 @@ class Layout:
     ) -> torch.Tensor:
         """Which keys the slots of blocks first..last-1 see; bool [R, L], own slots last."""
         slot = torch.arange(self.block_size, device=device)
-        anchor_C, start_C = (x[first:last] for x in self.on_device(device))
+        numbers = self.on_device(device)
+        anchor_C, start_C = numbers.anchor_N[first:last], numbers.start_N[first:last]
         row_L = torch.cat([torch.arange(*r, device=device) for r in ranges or ((0, 0),)])
         context = (row_L >= start_C[:, None]) & (row_L < anchor_C[:, None])
         context_CBL = context[:, None].expand(-1, self.block_size, -1)
@@ -217,13 +227,23 @@ class Layout:
         own_CBCB.diagonal(dim1=0, dim2=2).copy_(own[..., None])  # one kernel, however many blocks
         return torch.cat([context_CBL.flatten(0, 1), own_RR], dim=1)
 
-    def on_device(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchors and first rows of the blocks' documents, [N] each, copied to a device once."""
+    @property
+    def numbers(self) -> Numbers:
+        """What passes need on their device."""
+        return Numbers(
+            self.anchors, self.start_N, self.context_positions_S, self.block_positions_NB
+        )
+
+    def on_device(self, device: torch.device | str) -> Numbers:
+        """`numbers` on a device: as `put` there, else copied now, once."""
         key = str(device)
         if key not in self._on_device:
-            both = torch.stack([self.anchors, self.start_N])
-            self._on_device[key] = both.to(device).unbind()
+            self._on_device[key] = Numbers(*(x.to(device) for x in self.numbers))
         return self._on_device[key]
+
+    def put(self, device: torch.device | str, numbers: Numbers) -> None:
+        """Say where `numbers` have been copied to."""
+        self._on_device[str(device)] = numbers
 
     def parts(
         self, see: Visibility, split: bool, device: torch.device, dtype: torch.dtype
@@ -691,8 +711,9 @@ def _gather(q, k_S, v_S, k_N, v_N, layout, see, recompute, reentrant) -> torch.T
 
 def _gather_chunk(q, k_S, v_S, k_N, v_N, layout, blocks, see) -> torch.Tensor:
     device = q.device
-    anchor_C, start_C = layout.anchors[blocks].to(device), layout.start_N[blocks].to(device)
-    longest = int((anchor_C - start_C).max())
+    numbers = layout.on_device(device)
+    anchor_C, start_C = numbers.anchor_N[blocks], numbers.start_N[blocks]
+    longest = int((layout.anchors - layout.start_N)[blocks].max())
     slot = torch.arange(q.shape[1], device=device)
     row_CL = start_C[:, None] + torch.arange(longest, device=device)
     context = (row_CL < anchor_C[:, None])[:, None].expand(-1, len(slot), -1)
@@ -723,7 +744,7 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
     if q.device.type != "cuda":  # torch refuses even tensors that merely could need a gradient
         q, k_S, v_S, k_N, v_N = (t.detach() for t in (q, k_S, v_S, k_N, v_N))
     device, block, s = q.device, layout.block_size, layout.num_context
-    anchor, start = layout.anchors.to(device), layout.start_N.to(device)
+    anchor, start, *_ = layout.on_device(device)
 
     def sees(_b, _h, row, key):
         n, slot = row // block, row % block

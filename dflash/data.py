@@ -6,14 +6,14 @@ Legend: S context rows · N blocks · B slots of a block · T taps · H hidden w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dflash.attention import Layout
+from dflash.attention import Layout, Numbers
 from dflash.errors import UserError
 
 
@@ -29,7 +29,8 @@ class Document(Protocol):
 
 @dataclass
 class Pack:
-    """Some documents laid end to end, with their blocks. S context rows, N blocks, B slots."""
+    """Some documents laid end to end, with their blocks. S context rows, N blocks, B slots, R supervised
+    slots of the blocks."""
 
     sample_ids: list[str]
     taps_SD: torch.Tensor  # bfloat16 [S, T·H]
@@ -41,11 +42,65 @@ class Pack:
     last_SH: torch.Tensor | None = None  # bfloat16 [S, H], before the target's final norm
     real_rows: int = 0  # the first so many rows and blocks; the others are padding
     real_blocks: int = 0
+    outside_head: int = 0  # slots whose label a reduced head lacks
+    at_R: torch.Tensor | None = None  # int64; places among N·B of the supervised slots (`stage`)
+    integers: torch.Tensor | None = None  # all int64 of the pack in one block of pinned memory
 
     @property
     def mass(self) -> float:
         """Sum of the weights."""
         return float(self.weights_NB.sum(dtype=torch.float64))
+
+    def stage(self, pin: bool) -> None:
+        """Do what is left for the host, once labels and weights are final: look up the supervised slots
+        and, with `pin`, put what is small into pinned memory, so that `to` need not wait."""
+        self.at_R = (self.weights_NB > 0).flatten().nonzero()[:, 0]
+        if pin:
+            parts = [x.flatten() for x in self._integers()]
+            size = sum(x.numel() for x in parts)
+            self.integers = torch.empty(size, dtype=torch.int64, pin_memory=True)
+            torch.cat(parts, out=self.integers)
+            self.weights_NB = self.weights_NB.pin_memory()
+
+    def _integers(self) -> tuple[torch.Tensor, ...]:
+        own = self.anchor_tokens_N, self.labels_NB, self.target_rows_NB, self.at_R
+        return *own, *self.layout.numbers
+
+    def to(self, device: torch.device) -> Pack:
+        """The pack for passes on a device; on the current stream, and without the host waiting where all
+        of it lies in pinned memory."""
+        if self.at_R is None:
+            self.stage(pin=False)
+        if self.taps_SD.device == device:
+            return self
+        parts = self._integers()
+        if self.integers is None:
+            moved = [x.to(device) for x in parts]
+        else:
+            block = self.integers.to(device, non_blocking=True)
+            pieces = block.split([x.numel() for x in parts])
+            moved = [a.view(b.shape) for a, b in zip(pieces, parts, strict=True)]
+        tokens_N, labels_NB, rows_NB, at_R, *numbers = moved
+        self.layout.put(device, Numbers(*numbers))
+        last_SH = self.last_SH
+        return replace(
+            self,
+            taps_SD=self.taps_SD.to(device, non_blocking=True),
+            last_SH=None if last_SH is None else last_SH.to(device, non_blocking=True),
+            anchor_tokens_N=tokens_N,
+            labels_NB=labels_NB,
+            weights_NB=self.weights_NB.to(device, non_blocking=True),
+            target_rows_NB=rows_NB,
+            at_R=at_R,
+            integers=None,
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that passes read."""
+        own = [self.taps_SD, self.last_SH, self.weights_NB, self.anchor_tokens_N, self.labels_NB]
+        own += [self.target_rows_NB, self.at_R, *self.layout.on_device(self.taps_SD.device)]
+        return [x for x in own if x is not None]
 
 
 def responses(loss_mask_S: np.ndarray) -> np.ndarray:

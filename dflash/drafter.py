@@ -439,10 +439,10 @@ class Drafter(nn.Module):
         layers = checkpointing in ("layer", "both", "selective") and torch.is_grad_enabled()
         # nothing here is random
         options: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": False}
-        device = taps_SD.device
+        numbers = layout.on_device(taps_SD.device)
         context_SH = self.context(taps_SD)
-        at_S = self.rope(layout.context_positions_S.to(device))
-        at_NB = self.rope(layout.block_positions_NB.to(device))
+        at_S = self.rope(numbers.context_positions_S)
+        at_NB = self.rope(numbers.block_positions_NB)
         x = block_NBH
         for i, layer in enumerate(self.layers):
             see = self.config.visibility(i)

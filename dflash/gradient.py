@@ -6,7 +6,8 @@ Shapes: N blocks · B slots of a block · S context rows · V rows of the head �
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +52,7 @@ class Head:
         self.head_VH, self.row_of = self.head_VH[ids].contiguous(), row_of.cpu()
 
     def relabel(self, pack: data.Pack) -> int:
-        """Labels as rows of the reduced head. Returns how many lost their supervision."""
+        """Labels as rows of the reduced head. Returns how many lost their supervision (`outside_head`)."""
         if self.row_of is None:
             return 0
         labels = pack.labels_NB
@@ -59,7 +60,8 @@ class Head:
         lost = (labels >= 0) & (rows < 0)
         pack.labels_NB = rows
         pack.weights_NB = torch.where(rows >= 0, pack.weights_NB, 0.0)
-        return int(lost.sum())
+        pack.outside_head = int(lost.sum())
+        return pack.outside_head
 
 
 def pack_loss(
@@ -75,14 +77,15 @@ def pack_loss(
     """
     dtype, kind = DTYPES[training.dtype], training.loss
     device = head.embed_VH.device
+    pack = pack.to(device)
     block = block_input(
         head.embed_VH,
-        pack.anchor_tokens_N.to(device),
+        pack.anchor_tokens_N,
         pack.labels_NB.shape[1],
         drafter.config.mask_token_id,
     ).float()
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        taps = pack.taps_SD.to(device, non_blocking=True)
+        taps = pack.taps_SD
         hidden = drafter(
             taps if dtype == torch.bfloat16 else taps.float(),
             block,
@@ -93,17 +96,17 @@ def pack_loss(
         )
     teacher = None
     if kind.labels != "data":
-        last = pack.last_SH.to(device, non_blocking=True)
-        teacher = loss.Teacher(last, pack.target_rows_NB.to(device), head.norm, head.cap)
+        teacher = loss.Teacher(pack.last_SH, pack.target_rows_NB, head.norm, head.cap)
     return loss.block_loss(
         hidden,
         head.head_VH,
-        pack.labels_NB.to(device),
-        pack.weights_NB.to(device),
+        pack.labels_NB,
+        pack.weights_NB,
         machine.loss_rows,
         teacher,
         soft=kind.labels == "soft",
         dpace_alpha=kind.dpace_alpha if kind.weights == "dpace" else None,
+        at_R=pack.at_R,
     )
 
 
@@ -114,17 +117,27 @@ def make_pack(
     drafter: Drafter,
     machine: config.TrainMachine,
     dtype: torch.dtype,
+    head: Head | None = None,
 ) -> data.Pack:
-    """The documents as `pack_loss` wants them; `dtype` is that of the matrix products."""
-    return data.pack(
+    """The documents as `pack_loss` wants them; `dtype` is that of the matrix products, `head` gives the
+    labels their rows. All that the host can do is done here, in a thread of the loader."""
+    pin = next(drafter.parameters()).device.type == "cuda"
+    packed = data.pack(
         documents,
         anchors_of,
         slot_weights_B,
         group_rows(drafter, documents, machine, dtype),
         machine.pad_context,
         machine.pad_blocks,
-        pin=next(drafter.parameters()).device.type == "cuda",
+        pin,
     )
+    if head is not None:
+        head.relabel(packed)
+    if machine.attention in ("split", "chunked"):
+        for layer in range(drafter.config.num_hidden_layers):
+            packed.layout.groups(drafter.config.visibility(layer))
+    packed.stage(pin)
+    return packed
 
 
 def group_rows(
@@ -181,25 +194,57 @@ def accumulate(
     is known before the first pack is made, so that packs of any size on any rank give the same
     gradient up to rounding and need not be there together.
     """
-    sums = Counted()
-    for packed in packs:
-        sums.outside_head += head.relabel(packed)
+    sums, counted, names = Counted(), [], []
+    device = head.embed_VH.device
+    for packed in on_device(packs, device):
+        sums.outside_head += packed.outside_head
         sums.tokens += packed.real_rows
         if mass:  # 0 is possible only with a reduced head
             with clock("forward"):
                 total, correct = pack_loss(drafter, packed, head, training, machine)
             with clock("backward"):
                 (total / mass).backward()
-            value = float(total.detach())
-            if not math.isfinite(value):
-                sums.sample_ids += packed.sample_ids
             right = correct[: packed.real_blocks]
-            sums.loss += value
-            sums.accepted += int(accepted_by_position(right).sum())
-            sums.first += int(right[:, 1].sum())
+            figures = total.detach(), accepted_by_position(right).sum(), right[:, 1].sum()
+            counted.append(torch.stack([x.double() for x in figures]))
+            names.append(packed.sample_ids)
             sums.blocks += packed.real_blocks
             sums.slots += right[:, 1:].numel()
-            sums.supervised += int((packed.weights_NB > 0).sum())
-            del total, correct, right
+            sums.supervised += packed.at_R.numel()
+            del total, correct, right, figures
         del packed  # with its masks, before the next one comes
+    # The only time in a step that the host waits for all that it has queued.
+    for found, sample_ids in zip(
+        torch.stack(counted).tolist() if counted else [], names, strict=True
+    ):
+        value, accepted, first = found
+        if not math.isfinite(value):
+            sums.sample_ids += sample_ids
+        sums.loss += value
+        sums.accepted += int(accepted)
+        sums.first += int(first)
     return sums
+
+
+def on_device(packs: Iterable[data.Pack], device: torch.device) -> Iterator[data.Pack]:
+    """The packs for passes on a device.
+
+    To a GPU a pack is copied on a stream of its own while the one before it is computed. The host runs
+    ahead by two packs at most, so that no more lie there.
+    """
+    if device.type != "cuda":
+        yield from (packed.to(device) for packed in packs)
+        return
+    copies, computed = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    passed: deque[torch.cuda.Event] = deque()
+    for packed in packs:
+        if len(passed) == 2:
+            passed.popleft().synchronize()
+        with torch.cuda.stream(copies):
+            moved = packed.to(device)
+        computed.wait_stream(copies)
+        for tensor in moved.tensors:
+            tensor.record_stream(computed)
+        yield moved
+        del moved
+        passed.append(computed.record_event())

@@ -212,6 +212,7 @@ def block_loss(
     teacher: Teacher | None = None,
     soft: bool = False,
     dpace_alpha: float | None = None,
+    at_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of weight · slot loss over the supervised slots of a pack, not yet divided by the mass.
 
@@ -225,31 +226,38 @@ def block_loss(
         teacher: where the target's distribution comes from; None for the data's labels.
         soft: KL to that distribution instead of cross-entropy to its argmax.
         dpace_alpha: smoothing of D-PACE's factors; None for none.
+        at_R: places among N·B of the slots whose weight is above 0, ascending; None: they are looked
+            for, which on a GPU waits for all that was queued before.
     Returns (sum [], correct bool [N, B], false where nothing is supervised).
     """
-    supervised_NB = weights_NB > 0
+    if at_R is None:
+        at_R = (weights_NB > 0).flatten().nonzero()[:, 0]
+
+    def of_supervised(x_NB: Tensor) -> Tensor:
+        return x_NB.flatten().index_select(0, at_R)
+
+    def over_slots(x_R: Tensor) -> Tensor:
+        zeros = torch.zeros(weights_NB.numel(), dtype=x_R.dtype, device=x_R.device)
+        return zeros.index_copy_(0, at_R, x_R).view(weights_NB.shape)
+
     target_logits = None
     if teacher is not None:
-        rows_R = teacher.rows_NB[supervised_NB]
+        rows_R = of_supervised(teacher.rows_NB)
 
         def target_logits(rows: slice) -> Tensor:
             last_CH = teacher.last_SH[rows_R[rows]].to(head_VH.dtype)
             return softcapped(teacher.norm(last_CH) @ head_VH.T, teacher.cap)
 
     loss_R, confidence_R, correct_R = slot_losses(
-        hidden_NBH[supervised_NB],
+        hidden_NBH.flatten(0, 1).index_select(0, at_R),
         head_VH,
-        labels_NB[supervised_NB],
+        of_supervised(labels_NB),
         chunk,
         target_logits,
         soft,
     )
-    weights_R = weights_NB[supervised_NB]
+    weights_R = of_supervised(weights_NB)
     if dpace_alpha is not None:
-        confidence_NB = torch.zeros_like(weights_NB, dtype=confidence_R.dtype)
-        confidence_NB[supervised_NB] = confidence_R
-        factors_NB = dpace_factors(confidence_NB, supervised_NB, dpace_alpha)
-        weights_R = weights_R * factors_NB[supervised_NB]
-    correct_NB = torch.zeros_like(supervised_NB)
-    correct_NB[supervised_NB] = correct_R
-    return (weights_R * loss_R).sum(), correct_NB
+        factors_NB = dpace_factors(over_slots(confidence_R), weights_NB > 0, dpace_alpha)
+        weights_R = weights_R * of_supervised(factors_NB)
+    return (weights_R * loss_R).sum(), over_slots(correct_R)

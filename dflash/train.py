@@ -338,7 +338,8 @@ class Trainer:
     def _pack(self, documents: list[data.Document], places: list[loader.Place]) -> data.Pack:
         weights = self.slot_weights[len(places[0].slots_B)]
         anchors_of = [p.anchors_N for p in places]
-        return make_pack(documents, anchors_of, weights, self.drafter, self.machine, self.dtype)
+        of = self.drafter, self.machine, self.dtype, self.head
+        return make_pack(documents, anchors_of, weights, *of)
 
     def _even(self, packs: Iterable[data.Pack]) -> Iterator[data.Pack]:
         """The packs, and idle ones up to the same number on all ranks where weights are sharded."""

@@ -98,7 +98,7 @@ def one_gradient(
 
     def make(documents, places):
         anchors_of = [p.anchors_N for p in places]
-        return gradient.make_pack(documents, anchors_of, weights, drafter, machine, dtype)
+        return gradient.make_pack(documents, anchors_of, weights, drafter, machine, dtype, head)
 
     plan = stream.plan(0, 5, weights)
     clock = monitor.Clock(torch.device("cpu"))

@@ -308,7 +308,14 @@ def _patch(torch: Any) -> None:
     cuda.max_memory_reserved = lambda device=None: cuda.max_memory_allocated(device)
     cuda.reset_peak_memory_stats = lambda device=None: _library.emulated_reset_peak(number(device))
     cuda.mem_get_info = lambda device=None: (MEMORY - cuda.memory_allocated(device), MEMORY)
-    for name in ("empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all"):
+    for name in (
+        "empty_cache",
+        "ipc_collect",
+        "manual_seed",
+        "manual_seed_all",
+        "seed",
+        "seed_all",
+    ):
         setattr(cuda, name, lambda *_: None)
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None

@@ -55,7 +55,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, half_only: bool) -> None:
         refuse(t.data_ptr() % 16 != 0, f"{name}_ptr is not correctly aligned")
         refuse(t.shape[-1] % aligned != 0, f"{name}: head width {t.shape[-1]} % {aligned}")
     refuse(q.dtype == torch.float64, "no kernel found to launch for float64")
-    refuse(half_only and q.dtype not in HALF, "FlashAttention only supports fp16 and bf16 data type")
+    refuse(
+        half_only and q.dtype not in HALF, "FlashAttention only supports fp16 and bf16 data type"
+    )
     refuse(half_only and q.shape[-1] > 256, "FlashAttention supports head dimension at most 256")
     refuse(k.shape[2] != v.shape[2], "keys and values differ in number")
 
@@ -202,9 +204,7 @@ def efficient_backward(
     hb = None if bias is None else on_host(bias)
     if is_causal:
         hb = torch.full((rows,) * 2, -math.inf).triu(1) + (0 if hb is None else hb)
-    grads = gradients(
-        grad_BHMd, *map(on_host, (q, k, v)), hb, delta, lse_BHP[..., :rows], scale
-    )
+    grads = gradients(grad_BHMd, *map(on_host, (q, k, v)), hb, delta, lse_BHP[..., :rows], scale)
     found = [
         on_device(g.to(q.dtype).transpose(1, 2).contiguous(), q).transpose(1, 2) for g in grads
     ]

@@ -1,0 +1,92 @@
+"""Tests on the emulated CUDA device (tests/support/cuda). `tests/test_cuda.py` runs them in processes
+that have it; in others nothing here is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.cuda import device, kernels
+
+from dflash import config, ranks, train
+from dflash.target import read_identity
+
+collect_ignore_glob = [] if device.active() else ["test_*.py"]
+
+SETTINGS = {
+    "block_size": 4,
+    "num_hidden_layers": 2,
+    "taps": [0, 1, 2],
+    "mask_token_id": 3,
+    "training": {
+        "max_steps": 3,
+        "documents_per_step": 5,
+        "anchors_per_document": 8,
+        "lr": 3e-3,
+        "dtype": "bfloat16",
+        "validation": {"share": 0.0},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def sound():
+    """Nothing may have gone wrong out of sight: no race between streams, no memory freed or changed
+    too early."""
+    device.faults()
+    kernels.calls.clear()
+    kernels.plans.clear()
+    yield
+    torch.cuda.synchronize()
+    assert device.faults() == []
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def features(finished) -> SimpleNamespace:
+    """Identity, opened shards and tap positions of the tiny workflow, which ran on the device too."""
+    folder = Path(finished[0]) / "results"
+    identity = read_identity(folder / "target/identity.json")
+    manifests = sorted(map(str, (folder / "features").glob("*/*.json")))
+    shards, positions = train.open_features(manifests, identity, [0, 1, 2])
+    return SimpleNamespace(
+        identity=identity, manifests=manifests, shards=shards, positions=positions
+    )
+
+
+@pytest.fixture
+def trainer(features, tmp_path) -> Callable[..., train.Trainer]:
+    """A function: settings of the training and the machine -> a trainer on the device or the CPU."""
+
+    def make(
+        training: dict[str, Any] | None = None,
+        machine: dict[str, Any] | None = None,
+        on: str = "cuda",
+        folder: str | None = None,
+        kind: type[train.Trainer] = train.Trainer,
+        **drafter: Any,
+    ) -> train.Trainer:
+        data = SETTINGS | drafter | {"training": SETTINGS["training"] | (training or {})}
+        settings = config.Drafter.model_validate(data)
+        where = tmp_path / (folder or f"run-{on}")
+        where.mkdir(exist_ok=True)
+        one = ranks.one(torch.device("cuda", 0) if on == "cuda" else torch.device("cpu"))
+        return kind(
+            settings,
+            config.TrainMachine(gpu=1, **(machine or {})),
+            features.identity,
+            features.shards,
+            features.positions,
+            where,
+            one,
+        )
+
+    return make
