@@ -765,8 +765,10 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
     values = torch.cat([v_S, v_N.flatten(0, 1)])
     if (see, str(device)) not in layout.flex_masks:  # built once a batch, not once a layer
         layout.flex_masks[see, str(device)] = create_block_mask(
-            sees, None, None, len(rows), len(keys), device=str(device)
-        )
+            sees, None, None, len(rows), len(keys), device=str(device),
+            # compiled, or it makes several int64 tensors of rows x keys on the way
+            _compile=device.type == "cuda",
+        )  # fmt: skip
     mask = layout.flex_masks[see, str(device)]
     inputs = [x.transpose(0, 1)[None] for x in (rows, keys, values)]
     if device.type != "cuda":

@@ -30,11 +30,10 @@ class Span:
     end: int  # one after the last position of any prompt
 
     @classmethod
-    def of(cls, first: list[int], length: int, device: torch.device) -> Span:
-        """Positions `first[i]` to `first[i] + length - 1` of prompt i."""
-        at_n1 = torch.tensor(first, device=device)[:, None]
+    def of(cls, first_n: torch.Tensor, first: list[int], length: int) -> Span:
+        """Positions `first[i]` to `first[i] + length - 1` of prompt i; `first_n` has them on the device."""
         start = first[0] if len(set(first)) == 1 else None
-        at_nL = at_n1 + torch.arange(length, device=device)
+        at_nL = first_n[:, None] + torch.arange(length, device=first_n.device)
         return cls(at_nL, start, max(first) + length)
 
     def head(self, length: int) -> Span:

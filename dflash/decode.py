@@ -153,30 +153,28 @@ def generate(
         made = [len(r.tokens) for r in responses]
         anchors = [len(p) + m - 1 for p, m in zip(prompts, made, strict=True)]
         room = [min(block - 1, max_new_tokens - m) * on for m, on in zip(made, going, strict=True)]
-        made_n = torch.tensor(made, device=device)
-        ids_nB = torch.tensor([r.tokens[-1:] for r in responses], device=device)
-        q_nbV = None
+        ids = [r.tokens[-1:] for r in responses]
         if propose:
             texts = [p + r.tokens for p, r in zip(prompts, responses, strict=True)]
             found = [propose(t, k) if k else [] for t, k in zip(texts, room, strict=True)]
             room = [len(tokens) for tokens in found]
-            rows = [tokens + [0] * (max(room) - len(tokens)) for tokens in found]
-            ids_nB = torch.cat([ids_nB, torch.tensor(rows, device=device).long()], dim=1)
-        elif draft and max(room):
-            hidden = draft(ids_nB[:, 0], anchors, room)
+            ids = [a + b + [0] * (max(room) - len(b)) for a, b in zip(ids, found, strict=True)]
+        rows = zip(made, room, anchors, *zip(*ids, strict=True), strict=True)
+        made_n, room_n, anchor_n, *columns = to_device(list(rows), device).unbind(1)
+        width = max(room) + 1
+        span, ids_nB, q_nbV = Span.of(anchor_n, anchors, width), torch.stack(columns, 1), None
+        if draft and max(room):
+            hidden = draft(ids_nB[:, 0], span, anchor_n + room_n + 1)
             draft_nb, q_nbV = sampler.draft(target.logits(hidden), made_n)
             ids_nB = torch.cat([ids_nB, draft_nb], dim=1)
         clock.lap("draft")
 
-        width = ids_nB.shape[1]
-        span = Span.of(anchors, width, device)
         states = target.cache.states() if width > 1 else []
         hidden, taps = target(ids_nB, span)
         logits_nBV = target.logits(hidden)
         if choose:
             tokens_nB, right_n = choose(logits_nBV[:, 0])[:, None], torch.zeros_like(made_n)
         else:
-            room_n = torch.tensor(room, device=device)
             tokens_nB, right_n = sampler.verify(ids_nB[:, 1:], q_nbV, logits_nBV, made_n, room_n)
         kept = take(tokens_nB, right_n)
         for response, count in zip(responses, kept, strict=True):
@@ -193,6 +191,14 @@ def generate(
         if on_cycle:
             on_cycle(responses)
     return responses, clock.timing()
+
+
+def to_device(rows: list, device: torch.device) -> torch.Tensor:
+    """Numbers that the host knows, int64; the host does not wait for their copy to a GPU."""
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def _block_size(asked: int | None, drafter: Drafter | None, propose: Propose | None) -> int:
@@ -297,14 +303,14 @@ class TargetRunner:
         """
         n, longest = len(prompts), max(map(len, prompts))
         rows = [p + [p[-1]] * (longest - len(p)) for p in prompts]
-        ids_nL = torch.tensor(rows, device=self.device)
-        last_n = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
-        found_nH = None
+        ids_nL = to_device(rows, self.device)
+        last_n = to_device([len(p) - 1 for p in prompts], self.device)
+        found_nH, start_n = None, torch.zeros_like(last_n)
         size = max(1, PREFILL_TOKENS // n)
         for start in range(0, longest, size):
             piece_nL = ids_nL[:, start : start + size]
             length = piece_nL.shape[1]
-            span = Span.of([start] * n, length, self.device)
+            span = Span.of(start_n + start, [start] * n, length)
             hidden, taps = self(piece_nL, span)
             if draft:
                 draft.read_context(taps, span)
@@ -319,8 +325,13 @@ class TargetRunner:
         return head_logits(self.model, hidden)
 
     def _mask(self, span: Span, kind: str) -> torch.Tensor | None:
-        """What to add to the scores of each new token and place, [n, 1, L, P]: 0 where it is seen."""
+        """What to add to the scores of each new token and place, [n, 1, L, P]: 0 where it is seen. None
+        where all places are: kernels without a mask are faster."""
         if kind == "linear_attention":
+            return None
+        one = span.start is not None and span.at_nL.shape[1] == 1
+        far = kind == "sliding_attention" and span.end > self.window
+        if one and not far and self.text._attn_implementation != "eager":
             return None
         back = span.at_nL[:, None, :, None] - torch.arange(span.end, device=self.device)
         hidden = back < 0
@@ -358,19 +369,16 @@ class DrafterRunner:
             k, v = layer.self_attn.keys_values(context, angles)
             cache.write(k.transpose(1, 2), v.transpose(1, 2), span)
 
-    def __call__(self, tokens_n: torch.Tensor, anchors: list[int], room: list[int]) -> torch.Tensor:
-        """Hidden states [n, B-1, H] of the slots after the anchors, for B-1 the most `room` there is.
+    def __call__(self, tokens_n: torch.Tensor, span: Span, ends_n: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, B-1, H] of the slots after the anchors, whose blocks lie at the positions of
+        `span`.
 
-        A prompt's block ends after `room[i]` slots; what lies beyond is meaningless. The block's keys
-        stay at their positions until context, or the next block, takes their places.
+        A prompt's block ends before position `ends_n[i]`; what lies beyond is meaningless. The block's
+        keys stay at their positions until context, or the next block, takes their places.
         """
-        c, device = self.drafter.config, tokens_n.device
-        span = Span.of(anchors, max(room) + 1, device)
-        x = block_input(self.embed_VH, tokens_n, max(room) + 1, c.mask_token_id)
+        mask_id = self.drafter.config.mask_token_id
+        x = block_input(self.embed_VH, tokens_n, span.at_nL.shape[1], mask_id)
         angles = self.drafter.rope(span.at_nL)
-        ends_n = torch.tensor(
-            [a + r + 1 for a, r in zip(anchors, room, strict=True)], device=device
-        )
         masks = {see: self._mask(span, ends_n, see) for see in set(self.see)}
         for layer, cache, see in zip(self.drafter.layers, self.cache, self.see, strict=True):
 

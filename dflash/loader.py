@@ -334,13 +334,15 @@ def load(
     plans: Iterable[Plan],
     machine: config.TrainMachine,
     make: Callable[[list[Document], list[Place]], Pack],
+    pinned: bool = False,
 ) -> Iterator[tuple[Plan, Timed[Pack]]]:
     """Each step with its packs of `machine.micro_batch` documents, which threads read and `make` ahead.
 
     A step's packs have to be used up before the next step is asked for. A pack counts twice against
     `machine.loader_mb` until it is handed over: its documents as read, and laid end to end. Close
     the generator to end the threads (each after the document that it is reading). An error in a
-    thread is raised where its pack is asked for.
+    thread is raised where its pack is asked for. `pinned`: packs lie in pinned memory, of which torch
+    takes a power of two at a time.
     """
     stop = Event()
     size = machine.micro_batch
@@ -355,7 +357,10 @@ def load(
 
     def cost(part: list[Place]) -> int:
         rows = sum(p.length for p in part)
-        return (rows + max(rows, machine.pad_context or 0)) * stream.row_bytes
+        packed = max(rows, machine.pad_context or 0) * stream.row_bytes
+        if pinned:  # torch's CachingHostAllocator rounds up, and keeps what it once had
+            packed = 1 << (packed - 1).bit_length()
+        return rows * stream.row_bytes + packed
 
     plans, again = itertools.tee(plans)
     parts = (p.places[i : i + size] for p in plans for i in range(0, len(p.places), size))

@@ -53,10 +53,12 @@ BYTES = {"float32": 4, "bfloat16": 2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # flex is compiled: what its kernels keep and need is not ours to book
 PLANNED = tuple(b for b in BACKENDS if b != "flex")
-CARDS = (24, 48, 80, 96, 141)  # GB, as vendors name them
-# What the CUDA context, cuBLAS's workspaces and the allocator's unused remains take of a card. An
-# assumption, not a measurement.
-CONTEXT_BYTES, FRAGMENTATION = 10**9, 0.06
+# Cards by the GB that vendors name, and the MiB that nvidia-smi reports of the smallest card sold under
+# that name (A10 and L4, L40S, H100, GH200, H200).
+CARDS = {24: 23_028, 48: 46_068, 80: 81_559, 96: 97_871, 141: 143_771}
+# What the CUDA context, cuBLAS's workspaces and the allocator's unused remains take of a card, and NCCL's
+# buffers where several GPUs train together. Assumptions, not measurements.
+CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES = 10**9, 0.06, 10**9
 
 STEP = 64  # anchors; the largest number that fits is searched in these
 
@@ -230,6 +232,8 @@ class Step:
             gathered = s.weights - (s.layers - min(s.layers, 2)) * s.layer_weights
             book.take("weights", WIDE * gathered)
         self.target()
+        if self.cuda and s.packs > 1:  # the next pack is copied while one is computed
+            book.take("batch", self.batch_bytes)
         for _ in range(min(s.packs, 2)):
             self.pack()
         # clip_grad_norm_ and the fused AdamW work in place
@@ -298,7 +302,7 @@ class Step:
             book.phase = f"backward, layer {i}"
             if not keeps:
                 book.drop(*layers[i].get("inputs", []))
-                layers[i] = self.layer_forward(i, True, kept=layers[i].get("kernels", []))
+                layers[i] = self.layer_forward(i, True, kept=layers[i].get("memo", []))
             g, context_g = self.layer_backward(i, layers[i], g, context_g)
             book.drop(x.pop())
         book.drop(g, *ropes)
@@ -410,7 +414,7 @@ class Step:
     ) -> dict[str, list]:
         """Layer.over_pack. Without `keep` (inside a checkpoint) only what it computes with is alive.
 
-        `selective`: the kernels' results outlive it. `kept`: results that a recomputation finds there.
+        `selective`: attention's result outlives it. `kept`: the result that a recomputation finds there.
         """
         s, book, e, rows = self.s, self.book, self.e, self.rows
         act, att = "activations", "attention"
@@ -473,7 +477,10 @@ class Step:
         middle = book.take(act, WIDE * rows * s.hidden)  # x + attention
         book.drop(o)
         if not keep:
-            book.drop(*held.pop("kernel"), *held.pop("out"))
+            book.drop(*held.pop("kernel"))
+            out = held.pop("out")
+            if "memo" not in held:
+                book.drop(*out)
 
         # post_attention_layernorm and MLP: keeps gate, silu(gate), up and their product
         hold("norm 2", *self.norm_forward(rows * s.hidden, WIDE, act, stays=keep))
@@ -608,23 +615,25 @@ class Step:
     # --- attention ------------------------------------------------------------------------------------
 
     def attention_forward(self, keep: bool, selective: bool, kept: list):
-        """attention.attend: (what stays for the backward pass by name, the output)."""
+        """attention.attend: (what stays for the backward pass by name, the output).
+
+        `selective`: the memo keeps output and log-sum-exp. `kept`: a recomputation takes them from there.
+        """
         s, book, e, rows = self.s, self.book, self.e, self.rows
         recompute = s.checkpointing in ("group", "both")
         term = "attention"
         found: dict[str, list] = {}
         if s.backend in ("chunked", "split"):
+            if kept:
+                out, lse = kept
+                return {"lse": [lse]}, out
             self.biases()
             out = book.take(term, e * rows * self.q)
             lse = book.take(term, WIDE * rows * s.heads)
-            if selective:  # the checkpoint's cache: each call's output and log-sum-exp
-                for g in self.groups:
-                    r = (g.last - g.first) * s.block * len(self.calls(g))
-                    size = e * r * self.q + WIDE * r * s.heads
-                    found.setdefault("kernels", []).append(book.take(term, size))
             book.swing(term, self.in_passing(self.groups_forward))
-            book.drop(*kept)
-            if keep and not recompute:
+            if selective:
+                found["memo"] = [out, lse]
+            elif keep and not recompute:
                 found["lse"] = [lse]
             else:
                 book.drop(lse)
@@ -639,14 +648,8 @@ class Step:
             return found, out
         pieces, outs = [], []
         for c, length in self.gather_chunks():
-            ready = [kept.pop(0)] if kept else []
             piece = self.gather_forward(c, length)
-            book.drop(*ready)
             outs.append(piece[-1])
-            if selective:
-                found.setdefault("kernels", []).append(
-                    book.take(term, e * c * s.block * self.q + WIDE * c * s.block * s.heads)
-                )
             if keep and not recompute:
                 pieces.append(piece)
             else:  # a checkpoint or no graph: the outputs wait for the concatenation
@@ -877,14 +880,20 @@ def estimate(shape: Shape) -> Ledger:
 # --- the largest that fits ------------------------------------------------------------------------
 
 
-def usable(card_gb: float) -> float:
-    """Bytes of a card that a step may take, of GB = 10^9: what context and fragmentation leave."""
-    return (card_gb * GB - CONTEXT_BYTES) * (1 - FRAGMENTATION)
+def card_bytes(card_gb: float) -> float:
+    """Memory of a card: what one sold as so many GB has, else GB of 10^9 bytes."""
+    return CARDS[card_gb] * 2**20 if card_gb in CARDS else card_gb * GB
+
+
+def usable(card_gb: float, ranks: int = 1) -> float:
+    """Bytes of a card that a step may take: what context, NCCL and fragmentation leave."""
+    taken = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    return (card_bytes(card_gb) - taken) * (1 - FRAGMENTATION)
 
 
 def largest_anchors(shape: Shape, card_gb: float, tokens: int) -> int:
     """Most anchors whose step over `tokens` fits a card, in whole STEPs up to one a token; 0 if none."""
-    limit = usable(card_gb)
+    limit = usable(card_gb, shape.ranks)
 
     def fits(steps: int) -> bool:
         return _peak(replace(shape, tokens=tokens, anchors=min(STEP * steps, tokens))) <= limit
@@ -1162,19 +1171,20 @@ def plan(
     columns = sorted({shape.tokens, 4096, 8192, 16384, 32768} if not tokens else {tokens})
     one = replace(shape, documents=1)
     cards = [card] if card else CARDS
-    if card and ledger.peak > usable(card):
+    room = usable(card, shape.ranks) if card else 0.0
+    if card and ledger.peak > room:
         most = largest_anchors(shape, card, shape.tokens)
         remedy = (
             f"at most {most} anchors fit: lower machine.train.micro_batch or anchors_per_document"
             if most >= shape.documents
             else f"even {STEP} anchors do not fit: lower machine.train.micro_batch or extract.max_tokens"
         )
-        if fixed_bytes(shape) > usable(card):
+        if fixed_bytes(shape) > room:
             remedy = "weights and optimiser alone do not fit: choose a larger card or fewer layers"
         raise UserError(
             f"drafters.{name}: a step over {shape.tokens:,} tokens and {shape.anchors:,} anchors takes "
             f"{ledger.peak / GB:.1f} GB ({shape.backend} attention, checkpointing {shape.checkpointing}); "
-            f"a card of {card:g} GB leaves {usable(card) / GB:.1f}; {remedy}"
+            f"a card of {card:g} GB leaves {room / GB:.1f}; {remedy}"
         )
     return {
         "drafter": name,
@@ -1184,7 +1194,11 @@ def plan(
         "peak_when": ledger.when,
         "terms": ledger.at_peak,
         "peaks": peaks(shape),
-        "reserve": {"context_bytes": CONTEXT_BYTES, "fragmentation": FRAGMENTATION},
+        "reserve": {
+            "context_bytes": CONTEXT_BYTES,
+            "nccl_bytes": NCCL_BYTES if shape.ranks > 1 else 0,
+            "fragmentation": FRAGMENTATION,
+        },
         "fixed_bytes": fixed_bytes(shape),
         "largest_anchors": {
             f"{c:g}": {str(t): largest_anchors(one, c, t) for t in columns} for c in cards
@@ -1232,7 +1246,7 @@ def text(found: dict[str, Any]) -> str:
         "embedding and head.",
         f"Most anchors that fit ({s['backend']}, {s['checkpointing']}; one document of so many tokens; "
         f"{size(CONTEXT_BYTES)} and {FRAGMENTATION:.0%} of the card left for the CUDA context and the "
-        "allocator):",
+        "allocator" + (f", {size(NCCL_BYTES)} for NCCL" if s["ranks"] > 1 else "") + "):",
     ]
     rows = found["largest_anchors"]
     columns = list(next(iter(rows.values())))

@@ -152,7 +152,7 @@ class Sampler:
     def __init__(self, prompts: list[Prompt], settings: Regenerate):
         self.settings = settings
         self.step = 0
-        self.uniform_BN = np.stack([self._numbers(p) for p in prompts])
+        self.uniform_BN = torch.from_numpy(np.stack([self._numbers(p) for p in prompts]))
 
     def _numbers(self, prompt: Prompt) -> np.ndarray:
         seed = int(text_sha256(f"answer/{self.settings.seed}/{prompt.sample_id}"), 16)
@@ -160,7 +160,8 @@ class Sampler:
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """The tokens [B] after the next step."""
-        uniform_B = torch.from_numpy(self.uniform_BN[:, self.step]).to(logits_BV.device)
+        self.uniform_BN = self.uniform_BN.to(logits_BV.device)  # once
+        uniform_B = self.uniform_BN[:, self.step]
         self.step += 1
         s = self.settings
         return draw(logits_BV, uniform_B, s.temperature, s.top_k, s.top_p)

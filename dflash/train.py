@@ -220,7 +220,9 @@ class Trainer:
             norm = target.load_final_norm(identity, trust_remote_code)
         cap = target.load_softcap(identity, trust_remote_code)
         device = self.of.device
-        found = Head(embed.to(device), head.to(device), self.dtype, norm, cap)
+        on_device = embed.to(device)
+        head = on_device if head is embed else head.to(device)  # a tied table lies there once
+        found = Head(on_device, head, self.dtype, norm, cap)
         if self.frequent is not None:
             found.reduce(self.frequent)
         return found
@@ -288,7 +290,8 @@ class Trainer:
         of, state, machine = self.of, self.state, self.machine
         self.log = monitor.Log(self.folder, self.history, state.step, self.steps, of.first)
         plans = (self._plan(step) for step in range(state.step, self.steps))
-        loaded = loader.load(self.stream, plans, machine, self._pack)
+        pinned = of.device.type == "cuda"
+        loaded = loader.load(self.stream, plans, machine, self._pack, pinned)
         due = steps_of_validation(self.steps, self.training) if self.held else set()
         window = machine.profile_steps if of.first else None
         limit = machine.stop_minutes or math.inf
@@ -501,7 +504,9 @@ class Trainer:
         """A copy with all weights, or their moving averages, on every rank."""
         average = self.average
         own = average.tensors if average is not None else dict(self.drafter.named_parameters())
-        copy = Drafter(self.drafter.config).to(device).requires_grad_(False).eval()
+        with torch.device("meta"):  # no random numbers for weights that are known
+            copy = Drafter(self.drafter.config)
+        copy = copy.to_empty(device=device).requires_grad_(False).eval()
         for name, p in copy.named_parameters():
             p.copy_(ranks.full(own[name].detach()))
         return copy
@@ -627,6 +632,10 @@ def main(argv: list[str] | None) -> None:
     )
     with ranks.said_once():
         args = parser.parse_args(argv)
+    # Packs differ in size from step to step: segments that can grow keep free memory in one piece. Read
+    # by torch at the first allocation on a GPU, here or in the processes started below.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if not ranks.launched():  # those that are check it together
         gpus = machine_of(args).gpu
         ranks.start_others(gpus, "dflash.train", sys.argv[1:] if argv is None else argv)

@@ -32,9 +32,14 @@ class Watched(train.Trainer):
 
 
 def test_a_step(trainer):
-    for kw in [{}, {"loss": {"labels": "soft", "weights": "dpace"}}, {"optimizer": "muon", "ema": 0.9, "loss": {"labels":"argmax","head_tokens":100}}]:
-        t = trainer(kw, {"micro_batch":1}, kind=Watched, folder=str(len(str(kw))))
+    for kw in [
+        {},
+        {"loss": {"labels": "soft", "weights": "dpace"}},
+        {"optimizer": "muon", "ema": 0.9, "loss": {"labels": "argmax", "head_tokens": 100}},
+    ]:
+        t = trainer(kw, {"micro_batch": 1}, kind=Watched, folder=str(len(str(kw))))
         t.run()
         print(kw)
-        for w in t.waits: print(w)
+        for w in t.waits:
+            print(w)
     assert 0
