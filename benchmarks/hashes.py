@@ -25,36 +25,6 @@ TIMED = ("seconds", "timing", "speed", "per_second", "shares", "history", "valid
 VOLATILE = ("measured_on", "run", "timed", "draft_share", "versions", "folder", "settings_sha256")
 
 
-def drafters() -> dict[str, Any]:
-    """Settings of the drafters, the first one as in the tests."""
-    import tiny
-
-    small = tiny.settings(Path(tempfile.mkdtemp()), Path("unused"))["drafters"]["small"]
-    soft = {
-        **small,
-        "num_hidden_layers": 2,
-        "training": {
-            **small["training"],
-            "dtype": "bfloat16",
-            "epochs": 8,
-            "ema": 0.9,
-            "loss": {"labels": "soft", "weights": "dpace"},
-        },
-    }
-    muon = {
-        **small,
-        "num_hidden_layers": 2,
-        "sliding_window": 24,
-        "training": {
-            **small["training"],
-            "epochs": 8,
-            "optimizer": "muon",
-            "loss": {"labels": "argmax", "head_tokens": 100},
-        },
-    }
-    return {"small": small, "soft": soft, "muon": muon}
-
-
 def run(folder: Path) -> None:
     """The whole workflow in `folder`. Raises RuntimeError with its output where it fails."""
     import conftest
@@ -65,7 +35,7 @@ def run(folder: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**conftest.SHAPE, tie_word_embeddings=True))
     target = conftest.save_tiny(model, folder / "target-model", end_factor=1.4)
-    config = tiny.settings(folder, target) | {"drafters": drafters()}
+    config = tiny.settings(folder, target) | {"drafters": tiny.drafters()}
     done = tiny.snakemake(folder, config)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)

@@ -763,20 +763,25 @@ def _flex(q, k_S, v_S, k_N, v_N, layout: Layout, see: Visibility) -> torch.Tenso
     rows = q.flatten(0, 1)
     keys = torch.cat([k_S, k_N.flatten(0, 1)])
     values = torch.cat([v_S, v_N.flatten(0, 1)])
-    if (see, str(device)) not in layout.flex_masks:  # built once a batch, not once a layer
-        layout.flex_masks[see, str(device)] = create_block_mask(
-            sees, None, None, len(rows), len(keys), device=str(device),
-            # compiled, or it makes several int64 tensors of rows x keys on the way
-            _compile=device.type == "cuda",
-        )  # fmt: skip
-    mask = layout.flex_masks[see, str(device)]
     inputs = [x.transpose(0, 1)[None] for x in (rows, keys, values)]
-    if device.type != "cuda":
-        out = flex_attention(*inputs, block_mask=mask, enable_gqa=True)
+    compiled = device.type == "cuda"
+
+    def run() -> torch.Tensor:
+        key = see, str(device)
+        if key not in layout.flex_masks:  # built once a batch, not once a layer
+            # compiled, or it makes several int64 tensors of rows x keys on the way
+            layout.flex_masks[key] = create_block_mask(
+                sees, None, None, len(rows), len(keys), device=str(device), _compile=compiled
+            )
+        attention = _compiled_flex() if compiled else flex_attention
+        return attention(*inputs, block_mask=layout.flex_masks[key], enable_gqa=True)
+
+    if not compiled:
+        out = run()
     else:
         try:
             with _flex_lock:  # tracing is not safe between threads
-                out = _compiled_flex()(*inputs, block_mask=mask, enable_gqa=True)
+                out = run()
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as e:  # whatever the compiler of this build does

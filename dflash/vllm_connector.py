@@ -2,8 +2,9 @@
 
 vLLM's method `extract_hidden_states` keeps the outputs of chosen layers in a paged cache of their own,
 token by token as chunks of prompts are read. When a prompt is through, the scheduler's half of this
-connector holds its blocks back and names them to the workers' half, which copies the states out.
-Plain memory, no pinned one, so it runs on a CPU as well. Written against vLLM 0.32.0.
+connector holds its blocks back and names them to the workers' half, which copies the states out: from a
+GPU on a stream of its own into pinned memory, while the next steps run, and the request is reported
+once that has ended. On a CPU nothing is pinned. Written against vLLM 0.32.0.
 
 Loaded by vLLM in an environment of its own: imports nothing but torch, vllm and dflash.spool.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,16 @@ class Finished:
 
 
 @dataclass
+class Copy:
+    """The states of a finished prompt on their way to the host."""
+
+    prompt: Finished
+    states_SLH: Tensor
+    filled_S: Tensor  # whether a step has filled each token's slot
+    ended: torch.cuda.Event | None  # None: they are there
+
+
+@dataclass
 class Handover(KVConnectorMetadata):
     """What the scheduler tells the workers with a step."""
 
@@ -65,6 +77,8 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self.finished: list[Finished] = []
         self.cache_NLBH: Tensor | None = None  # only where this rank has it and is the one to write
         self.filled_NB = torch.empty(0)
+        self.stream: torch.cuda.Stream | None = None  # of the copies, on a GPU
+        self.copies: deque[Copy] = deque()
         self.writer = ThreadPoolExecutor(1)
 
     # --- in the scheduler -----------------------------------------------------------------------
@@ -117,6 +131,8 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"blocks of {block} tokens in the cache, {scheduled} in the scheduler")
         self.cache_NLBH = cache_NLBH
         self.filled_NB = torch.zeros(blocks, block, dtype=torch.bool, device=cache_NLBH.device)
+        if cache_NLBH.device.type == "cuda":
+            self.stream = torch.cuda.Stream(cache_NLBH.device)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
@@ -127,14 +143,25 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self.filled_NB.view(-1)[attn_metadata.slot_mapping.clamp_min(0)] = True
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
-        """Copy out the states of the requests that the scheduler named with this step."""
+        """Start copying out the states of the requests that the scheduler named with this step, and name
+        those whose states have come: only then may their blocks be used again.
+
+        Raises RuntimeError when a slot was not filled since it was last read.
+        """
         if self.cache_NLBH is None:
             return None, None
-        finished = self._get_connector_metadata().finished
-        for f in finished:
-            states_SLH = self._read(f).cpu()
-            self.writer.submit(self._write, f, states_SLH)
-        return {f.request_id for f in finished} or None, None
+        self.copies += map(self._copy, self._get_connector_metadata().finished)
+        done = set()
+        while self.copies and (self.copies[0].ended is None or self.copies[0].ended.query()):
+            copy = self.copies.popleft()
+            if not copy.filled_S.all():
+                raise RuntimeError(
+                    f"sample {copy.prompt.document['sample_id']}: vLLM kept the states of "
+                    f"{int(copy.filled_S.sum())} of {len(copy.filled_S)} tokens"
+                )
+            self.writer.submit(self._write, copy.prompt, copy.states_SLH)
+            done.add(copy.prompt.request_id)
+        return done or None, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -145,23 +172,27 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         pass
 
-    def _read(self, f: Finished) -> Tensor:
-        """The states [S, L, H] of one request, out of the blocks it still owns.
-
-        Raises RuntimeError when a slot was not filled since it was last read.
-        """
-        block = self.cache_NLBH.shape[2]
+    def _copy(self, f: Finished) -> Copy:
+        """Copy the states of one request out of the blocks it still owns, and mark those as read."""
+        block, device = self.cache_NLBH.shape[2], self.cache_NLBH.device
         at_S = torch.arange(len(f.ids))
-        blocks_S = torch.tensor(f.block_ids)[at_S // block].to(self.cache_NLBH.device)
-        offsets_S = (at_S % block).to(self.cache_NLBH.device)
-        filled_S = self.filled_NB[blocks_S, offsets_S]
-        if not filled_S.all():
-            raise RuntimeError(
-                f"sample {f.document['sample_id']}: vLLM kept the states of {int(filled_S.sum())} of "
-                f"{len(f.ids)} tokens"
-            )
-        self.filled_NB[blocks_S, offsets_S] = False
-        return self.cache_NLBH[blocks_S, :, offsets_S]
+        slot_S = torch.tensor(f.block_ids)[at_S // block] * block + at_S % block
+        if self.stream is None:
+            states_SLH, filled_S = self._take(slot_S)
+            return Copy(f, states_SLH, filled_S, None)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            taken = self._take(slot_S.pin_memory().to(device, non_blocking=True))
+            host = [x.to("cpu", non_blocking=True) for x in taken]
+        return Copy(f, *host, self.stream.record_event())
+
+    def _take(self, slot_S: Tensor) -> tuple[Tensor, Tensor]:
+        """States [S, L, H] of some slots, and whether each was filled since it was last taken."""
+        block = self.cache_NLBH.shape[2]
+        block_S, offset_S = slot_S // block, slot_S % block
+        filled_S = self.filled_NB[block_S, offset_S]
+        self.filled_NB.view(-1).index_fill_(0, slot_S, False)
+        return self.cache_NLBH[block_S, :, offset_S], filled_S
 
     def _write(self, f: Finished, states_SLH: Tensor) -> None:
         """In the writer's thread, where a failure would go unnoticed: it ends the process group."""

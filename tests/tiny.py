@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,48 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 WORDS = "what is the answer to this question and how does it work there user system".split()
+
+
+SMALL = {
+    "block_size": 4,
+    "num_hidden_layers": 1,
+    "taps": [0, 1, 2],
+    "mask_token_id": 3,
+    "training": {
+        "epochs": 20,
+        "documents_per_step": 4,
+        "anchors_per_document": 8,
+        "lr": 3e-3,
+        "dtype": "float32",
+    },
+}
+
+
+def drafters() -> dict[str, Any]:
+    """Settings of drafters that together use every kind of label, weight, optimiser and dtype."""
+    soft = {
+        **SMALL,
+        "num_hidden_layers": 2,
+        "training": {
+            **SMALL["training"],
+            "dtype": "bfloat16",
+            "epochs": 8,
+            "ema": 0.9,
+            "loss": {"labels": "soft", "weights": "dpace"},
+        },
+    }
+    muon = {
+        **SMALL,
+        "num_hidden_layers": 2,
+        "sliding_window": 24,
+        "training": {
+            **SMALL["training"],
+            "epochs": 8,
+            "optimizer": "muon",
+            "loss": {"labels": "argmax", "head_tokens": 100},
+        },
+    }
+    return deepcopy({"small": SMALL, "soft": soft, "muon": muon})
 
 
 def prompts(count: int = 30) -> list[dict[str, str]]:
@@ -40,21 +83,7 @@ def settings(folder: Path, target: Path) -> dict[str, Any]:
             "heldout_share": 0.3,
         },
         "regenerate": {"max_new_tokens": 24},
-        "drafters": {
-            "small": {
-                "block_size": 4,
-                "num_hidden_layers": 1,
-                "taps": [0, 1, 2],
-                "mask_token_id": 3,
-                "training": {
-                    "epochs": 20,
-                    "documents_per_step": 4,
-                    "anchors_per_document": 8,
-                    "lr": 3e-3,
-                    "dtype": "float32",
-                },
-            }
-        },
+        "drafters": {"small": deepcopy(SMALL)},
         "evaluate": {"max_new_tokens": 16, "timed_prompts_per_kind": 1},
         "machine": {"train": {"gpu": 1, "save_minutes": 0.0005}},
     }

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from support.cuda import device, kernels
 
@@ -48,6 +49,21 @@ def sound():
 @pytest.fixture(scope="session")
 def gpu() -> torch.device:
     return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, tiny_llama) -> tuple[Path, dict[str, Any]]:
+    """A finished run of the whole tiny workflow on the device, and its settings.
+
+    A stage in which a stream failed to wait, or memory went too early, has ended with an error.
+    """
+    folder = tmp_path_factory.mktemp("workflow")
+    soft = tiny.drafters()["soft"]
+    soft["training"]["epochs"] = 3
+    settings = tiny.settings(folder, tiny_llama) | {"drafters": {"soft": soft}}
+    done = tiny.snakemake(folder, settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, settings
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -498,10 +500,14 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   const size_t count = schema.arguments().size();
   const size_t begin = stack->size() - count;
 
+  // Indices may come from the host, and are copied; masks are turned into them, both of which waits.
+  bool indexes = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_" ||
+      name == "aten::_unsafe_index";
+
   // One tensor argument, or one of a list's.
   struct Argument {
     at::Tensor own, cpu;
-    bool written;
+    bool written, index = false;
   };
   std::vector<Argument> all;
   int device = -1;
@@ -527,8 +533,13 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
     } else if (value.isTensorList()) {
       for (const auto& t : value.toTensorVector()) see(t, written);
     } else if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
-        if (t) see(*t, written);
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector()) {
+        if (!t || !t->defined()) continue;
+        see(*t, written);
+        bool mask = t->scalar_type() == at::kBool || t->scalar_type() == at::kByte;
+        if (indexes && !t->is_cuda()) all.back().index = true;
+        if (indexes && (mask || !t->is_cuda())) waited(name + (mask ? " with a mask" : " with a CPU index"));
+      }
     }
   }
   for (size_t i = 0; i < count && device < 0; ++i)  // a factory
@@ -537,7 +548,9 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   for (auto& a : all)
     if (!a.own.is_cuda())
       TORCH_CHECK(
-          a.own.dim() == 0 && !a.written && (op.hasTag(at::Tag::pointwise) || takes_cpu_number(name)), name,
+          (a.index && device >= 0) ||
+              (a.own.dim() == 0 && !a.written && (op.hasTag(at::Tag::pointwise) || takes_cpu_number(name))),
+          name,
           ": Expected all tensors to be on the same device, but found at least two devices, cuda:", device,
           " and cpu!");
 
@@ -769,9 +782,19 @@ TORCH_LIBRARY_IMPL(emulated, CompositeExplicitAutograd, m) {
   });
 }
 
-struct SetAllocator {
-  SetAllocator() { c10::SetAllocator(c10::kCUDA, &device_allocator); }
-} set_allocator;
+// scaled_dot_product_attention asks a stub, not the operator, which kernel to take.
+int64_t choose_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout,
+    bool causal, std::optional<double> scale, bool grouped) {
+  return at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, grouped);
+}
+
+struct AtLoad {
+  AtLoad() {
+    c10::SetAllocator(c10::kCUDA, &device_allocator);
+    at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
+  }
+} at_load;
 
 }  // namespace
 

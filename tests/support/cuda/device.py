@@ -15,6 +15,7 @@ Not shown by it: what a kernel computes, how long anything takes, the real alloc
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import importlib.util
@@ -104,6 +105,16 @@ def load() -> None:
     from support.cuda import kernels
 
     _kept.append(kernels.register())
+    atexit.register(_last_faults)
+
+
+def _last_faults() -> None:
+    """End a program, a stage say, with an error if something went wrong out of sight."""
+    left = faults()
+    for text in left:
+        print(f"emulated device: {text}", file=sys.stderr, flush=True)
+    if left:
+        os._exit(3)
 
 
 def active() -> bool:
