@@ -27,14 +27,14 @@ VOLATILE = ("measured_on", "run", "timed", "draft_share", "versions", "folder", 
 
 def run(folder: Path) -> None:
     """The whole workflow in `folder`. Raises RuntimeError with its output where it fails."""
-    import conftest
     import tiny
     import torch
+    from support import targets
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**conftest.SHAPE, tie_word_embeddings=True))
-    target = conftest.save_tiny(model, folder / "target-model", end_factor=1.4)
+    model = LlamaForCausalLM(LlamaConfig(**targets.SHAPE, tie_word_embeddings=True))
+    target = targets.save_tiny(model, folder / "target-model", end_factor=1.4)
     config = tiny.settings(folder, target) | {"drafters": tiny.drafters()}
     done = tiny.snakemake(folder, config)
     if done.returncode:

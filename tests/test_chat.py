@@ -1,7 +1,7 @@
 """dflash.chat: which conversations are proper, what is the prompt, and its ids."""
 
 import pytest
-from conftest import END, START
+from support.targets import END, START
 
 from dflash import chat
 from dflash.errors import UserError

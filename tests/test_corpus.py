@@ -9,7 +9,7 @@ from collections import Counter
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import START
+from support.targets import START
 
 from dflash import corpus
 from dflash.chat import prompt_ids

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import END, SHAPE
+from support.targets import END, SHAPE
 from test_decode import PROMPTS, Recalled, make_drafter, own
 
 from dflash.decode import generate

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPE, save_tiny
+from support.targets import SHAPE, save_tiny
 from test_extract import SETTINGS, as_float, some_rows
 from torch import nn
 from transformers import (

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from conftest import END, PAD, SHAPE, VOCAB
 from safetensors.torch import load_file, save_file
+from support.targets import END, PAD, SHAPE, VOCAB
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,

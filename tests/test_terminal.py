@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import tiny_tokenizer
+from support.targets import tiny_tokenizer
 from test_decode import make_drafter
 from transformers import PreTrainedTokenizerFast
 

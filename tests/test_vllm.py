@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPE, save_tiny
+from support.targets import SHAPE, save_tiny
 from support.vllm import CACHE, LAYERS, Connector, connector_module
 from test_extract import SETTINGS, TAPS, alone, as_float, some_rows
 from transformers import Qwen3Config, Qwen3ForCausalLM

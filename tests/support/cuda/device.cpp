@@ -480,7 +480,8 @@ int64_t issue(StreamKey stream, const std::vector<at::Tensor>& reads, const std:
 // Operators that take a 0-dimensional CPU tensor beside those of the device, apart from pointwise ones.
 bool takes_cpu_number(const std::string& name) {
   static const std::set<std::string> known{"aten::index_put_", "aten::_index_put_impl_", "aten::masked_fill_",
-                                           "aten::fill_", "aten::where", "aten::masked_fill"};
+                                           "aten::fill_", "aten::where", "aten::masked_fill",
+                                           "aten::floor_divide", "aten::remainder"};
   return known.count(name) > 0;
 }
 
@@ -488,7 +489,7 @@ bool takes_cpu_number(const std::string& name) {
 bool waits(const std::string& name) {
   static const std::set<std::string> known{
       "aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::equal", "aten::unique_dim",
-      "aten::_unique2", "aten::_unique", "aten::bincount", "aten::histc", "aten::unique_consecutive",
+      "aten::_unique2", "aten::_unique", "aten::bincount", "aten::unique_consecutive",
       "aten::repeat_interleave", "aten::is_set_to", "aten::nonzero_static_out"};
   return known.count(name) > 0;
 }
@@ -763,6 +764,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     return at::native::set_(self, source);
   });
   m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("histc", [](const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+    // takes integers there, and floats alone on the host
+    auto& s = state();
+    std::lock_guard lock(s.mutex);
+    StreamKey stream = current(self.device().index());
+    issue(stream, {self}, {}, "aten::histc");
+    return adopt(at::histc(host(self).to(at::kFloat), bins, low, high).to(self.scalar_type()), self.device().index());
+  });
+  // composite, and would choose among cuDNN's kernels
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
 // For kernels written in Python (device.py): the same memory on the other side, without any wait.
