@@ -11,8 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from dflash.config import is_folder, split_hub_id
+from dflash.config import split_hub_id
 from dflash.drafter import DrafterConfig, target_record
+from dflash.files import is_folder
 from dflash.results import Counts, Evaluation, Figures, Lossless, Training, total
 from dflash.serving import launch_lines
 from dflash.target import Identity

@@ -31,7 +31,9 @@ from pydantic import (
     model_validator,
 )
 
+from dflash import paper
 from dflash.errors import UserError
+from dflash.files import is_folder
 
 # A stage's number goes up by hand whenever the meaning of its code changes, so that results made by
 # the older code are remade. Snakemake does not look into the package.
@@ -40,7 +42,7 @@ STAGE_VERSION = {
     "corpus": 1,
     "regenerate": 1,
     "extract": 1,
-    "train": 3,
+    "train": 4,  # 4: gradients of q and k were wrong in half precision on CUDA
     "task": 1,
     "evaluate": 1,
     "export": 2,
@@ -810,11 +812,6 @@ class Workflow(Settings):
 # --- reading and checking ---------------------------------------------------------------------
 
 
-def is_folder(model: str) -> bool:
-    """Whether a target is named by a local folder rather than by a hub id."""
-    return model.startswith(("/", "./", "../", "~"))
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A settings file as plain data. Raises UserError when it is not a YAML mapping."""
     try:
@@ -1115,14 +1112,7 @@ def tap_ids(drafter: Drafter, num_target_layers: int) -> list[int]:
     """Ids of the tapped target layers: as listed, or T of them spread by the published formula."""
     if isinstance(drafter.taps, list):
         return drafter.taps
-    return spread_taps(drafter.taps, num_target_layers)
-
-
-def spread_taps(taps: int, num_target_layers: int) -> list[int]:
-    """round(1 + i (L-4)/(T-1)) for i in 0..T-1 with Python's rounding, [L//2] for T = 1."""
-    if taps == 1:
-        return [num_target_layers // 2]
-    return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
+    return paper.spread_taps(drafter.taps, num_target_layers)
 
 
 def block_sizes(drafter: Drafter) -> list[int]:
@@ -1131,12 +1121,9 @@ def block_sizes(drafter: Drafter) -> list[int]:
 
 
 def gamma(drafter: Drafter, block_size: int | None = None) -> float:
-    """Decay of the slot weights: 7, 5, 4 at block size 16, 10, 8 (DFlash paper), else linear."""
-    if drafter.training.loss.gamma is not None:
-        return drafter.training.loss.gamma
-    b = block_size or drafter.block_size
-    low, high = ((8, 4.0), (10, 5.0)) if b <= 10 else ((10, 5.0), (16, 7.0))
-    return max(1.0, low[1] + (b - low[0]) * (high[1] - low[1]) / (high[0] - low[0]))
+    """Decay of the slot weights: as set, else the paper's for that block size."""
+    asked = drafter.training.loss.gamma
+    return paper.gamma(block_size or drafter.block_size) if asked is None else asked
 
 
 def needs_last_hidden(drafter: Drafter) -> bool:

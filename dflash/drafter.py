@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash.attention import Layout, Memo, Visibility, attend, group_rows_within
-from dflash.config import is_folder, spread_taps
 from dflash.errors import UserError
-from dflash.files import read_json, save_tensors, write_json
+from dflash.files import is_folder, read_json, save_tensors, write_json
+from dflash.paper import spread_taps
 
 if TYPE_CHECKING:
     from dflash.target import Identity

@@ -186,3 +186,8 @@ def sha256(*paths: str | Path) -> str:
 def text_sha256(text: str) -> str:
     """Hash of a text's UTF-8 bytes."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def is_folder(model: str) -> bool:
+    """Whether a model is named by a local folder rather than by a hub id."""
+    return model.startswith(("/", "./", "../", "~"))

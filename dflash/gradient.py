@@ -1,6 +1,8 @@
 """One training step's gradient: the losses of some packs of documents, and what is counted on the way.
 
 Shapes: N blocks · B slots of a block · S context rows · V rows of the head · H hidden width.
+
+Imports no settings when it runs: `benchmarks/gpu_check.sh` takes steps where only torch and numpy are.
 """
 
 from __future__ import annotations
@@ -9,21 +11,26 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
-from dflash import attention, config, data, loss
+from dflash import attention, data, loss, paper, ranks
 from dflash.drafter import DTYPES, Drafter, block_input
-from dflash.monitor import Clock
+
+if TYPE_CHECKING:
+    from dflash import config
+    from dflash.monitor import Clock
 
 
 def weights_of_slots(settings: config.Drafter, block_size: int | None = None) -> torch.Tensor:
     """Weight of each slot before any D-PACE factor, whose sums are the weight mass; float32 [B]."""
     block = block_size or settings.block_size
-    decays = settings.training.loss.weights == "decay"
-    return loss.slot_weights(block, config.gamma(settings, block) if decays else math.inf)
+    kind = settings.training.loss
+    gamma = paper.gamma(block) if kind.gamma is None else kind.gamma
+    return loss.slot_weights(block, gamma if kind.weights == "decay" else math.inf)
 
 
 class Head:
@@ -224,6 +231,19 @@ def accumulate(
         sums.accepted += int(accepted)
         sums.first += int(first)
     return sums
+
+
+def gradient_norm(drafter: nn.Module, clip: float) -> float:
+    """The norm of the gradient of all weights, which then is at most `clip`.
+
+    One that is no number leaves the gradients as they are: scaling by it would spread it to all.
+    """
+    parameters = list(drafter.parameters())
+    total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = float(ranks.full(total))
+    if math.isfinite(norm):
+        nn.utils.clip_grads_with_norm_(parameters, clip, total)
+    return norm
 
 
 def on_device(packs: Iterable[data.Pack], device: torch.device) -> Iterator[data.Pack]:

@@ -15,6 +15,7 @@ from dflash.drafter import (
     target_record,
 )
 from dflash.errors import UserError
+from dflash.files import is_folder
 
 
 def drafter_config(
@@ -59,7 +60,7 @@ def start_folder(settings: config.Drafter, where: str) -> Path | None:
     """The folder of the drafter that this one starts from, fetched from the hub if it lies there."""
     if settings.start in ("target", "random"):
         return None
-    if config.is_folder(settings.start):
+    if is_folder(settings.start):
         return Path(settings.start)
     return target.fetch(settings.start, f"{where}.start")[0]
 

@@ -5,18 +5,22 @@ writes the whole score matrix. This tells, for a device, a dtype, a head width a
 which kernel each backend of `dflash.attention` gets:
 
     python -m dflash.kernels [--heads 32 --kv-heads 8 --head-dim 128]
+
+With `--check` it also takes steps of a small drafter with such heads: their gradients against the
+CPU's, their time and memory, under a minute on a GPU; the status is 1 if a gradient is off.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
 
-from dflash import attention
+from dflash import attention, gradient_check
 from dflash.errors import UserError, entrypoint
 
 
@@ -113,11 +117,44 @@ def table(
             yield name, Kernel("sdpa, grouped heads", call, found, None)
 
 
+def check(device: torch.device, shape: gradient_check.Shape, tokens: int) -> bool:
+    """Print gradients of a small drafter, and time and memory of a step over two packs of so many
+    tokens; whether all gradients are right."""
+    print("\ngradients of a step against the CPU's (relative difference of the worst tensor)")
+    want, fine = gradient_check.reference(shape), True
+    for backend in ("split", "chunked"):
+        for mode in gradient_check.MODES:
+            for dtype in gradient_check.LIMITS:
+                try:
+                    row = gradient_check.compare(shape, device, backend, mode, dtype, want)
+                    said = f"{row['worst']:.1e} {'ok' if row['ok'] else 'WRONG'} ({row['at']})"
+                    fine = fine and row["ok"]
+                except Exception as e:  # whatever a device does; the others are still worth knowing
+                    said, fine = f"failed: {type(e).__name__}: {e}".splitlines()[0], False
+                print(f"{dtype:<10}{backend:<9}{mode:<11}{said}", flush=True)
+    packs, anchors = ((tokens,), (tokens,)), tokens // 16
+    large = replace(shape, hidden=1024, vocab=8000, lengths=packs, anchors=anchors)
+    print(
+        f"\na step of two packs of {tokens:,} tokens, {anchors} blocks each, bfloat16, "
+        f"{large.layers} layers of width {large.hidden:,}"
+    )
+    for mode in gradient_check.MODES:
+        row = gradient_check.timed(large, device, mode, "bfloat16")
+        peak = "" if row["peak"] is None else f"  {row['peak'] / 2**20:,.0f} MiB above what stays"
+        print(f"split    {mode:<11}{1000 * row['seconds']:8.1f} ms{peak}", flush=True)
+    return fine
+
+
 def main(argv: list[str] | None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dflash.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # commands keep their lines
+    )
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
     parser.add_argument("--head-dim", type=int, default=128, help="width of a head")
+    parser.add_argument("--check", action="store_true", help="take steps and check their gradients")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     args = parser.parse_args(argv)
     if args.heads < 1 or args.kv_heads < 1 or args.heads % args.kv_heads:
@@ -135,6 +172,9 @@ def main(argv: list[str] | None) -> None:
     for dtype, k in table(device, args.heads, args.kv_heads, args.head_dim):
         note = f"  [{k.fault}]" if k.fault else ""
         print(f"{dtype:<10}{k.backend:<22}{k.call:<10}{k.kernel}{note}")
+    shape = gradient_check.like(args.heads, args.kv_heads, args.head_dim)
+    if args.check and not check(device, shape, 2048 if device.type == "cuda" else 256):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

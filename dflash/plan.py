@@ -43,6 +43,7 @@ from dflash.drafter import CHECKPOINTING
 from dflash.errors import UserError, entrypoint
 from dflash.features import CHUNK_BYTES
 from dflash.features import layout as chunks_of
+from dflash.files import is_folder
 from dflash.loss import rows_within
 
 MOST = 1 << 20  # tokens or anchors that the command line takes
@@ -1023,7 +1024,7 @@ def target_geometry(workflow: config.Workflow) -> dict[str, Any]:
     facts = config.target_facts(target).model_dump()
     identity = Path(workflow.results) / "target" / "identity.json"
     paths = [identity]
-    if config.is_folder(target.model):
+    if is_folder(target.model):
         paths.append(Path(target.model).expanduser() / "config.json")
     for path in paths:
         if path.is_file():

@@ -33,12 +33,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from dflash import (
     checkpoint,
     config,
     data,
+    gradient_check,
     kernels,
     loader,
     monitor,
@@ -58,7 +58,7 @@ from dflash.drafter import (
 from dflash.errors import UserError, entrypoint
 from dflash.features import Document, open_shard, store_identity
 from dflash.files import read_settings, save_tensors, whole, write_json
-from dflash.gradient import Head, accumulate, make_pack, weights_of_slots
+from dflash.gradient import Head, accumulate, gradient_norm, make_pack, weights_of_slots
 from dflash.initial import new_drafter, start_folder
 from dflash.progress import progress
 from dflash.ranks import STATUS_INTERRUPTED, Ranks
@@ -269,6 +269,9 @@ class Trainer:
         )
         if note := kernels.warning(found, self.machine.attention):
             of.say(note)
+        if of.device.type == "cuda" and self.machine.attention != "flex":
+            checked = gradient_check.require(of.device, c, self.training, self.machine)
+            of.say(f"kernels: {checked}")
         window = self.machine.profile_steps
         if window and not self.state.step <= window[0] < self.steps:
             of.say(
@@ -558,19 +561,6 @@ def terminations() -> Iterator[list[int]]:
         yield arrived
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def gradient_norm(drafter: nn.Module, clip: float) -> float:
-    """The norm of the gradient of all weights, which then is at most `clip`.
-
-    One that is no number leaves the gradients as they are: scaling by it would spread it to all.
-    """
-    parameters = list(drafter.parameters())
-    total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = float(ranks.full(total))
-    if math.isfinite(norm):
-        nn.utils.clip_grads_with_norm_(parameters, clip, total)
-    return norm
 
 
 def log_line(

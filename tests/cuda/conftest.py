@@ -3,6 +3,7 @@ that have it; in others nothing here is collected."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,14 @@ def sound():
     yield
     torch.cuda.synchronize()
     assert device.faults() == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory) -> Path:
+    """Where checks of this machine's kernels are noted."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder)  # for the stages too
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ def test_every_label_weight_and_optimiser_without_a_wait_more(trainer, loss, opt
     assert_close(found, weights(trainer(training, {"micro_batch": 2}, on="cpu")), near)
     known = ["event.synchronize at gradient.py:on_device"] * 3
     known += ["copy to the host at gradient.py:accumulate"]
-    known += ["aten::_local_scalar_dense at train.py:gradient_norm"]
+    known += ["aten::_local_scalar_dense at gradient.py:gradient_norm"]
     assert watched.waits == [known] * 3
 
 
@@ -224,24 +224,7 @@ def test_times_and_memory_are_those_of_the_device(trainer):
     assert line["seconds"]["forward"] > 0 and line["seconds"]["backward"] > 0
 
 
-def test_profiled_steps_record_the_device(trainer, monkeypatch, capsys):
-    asked = []
-
-    class Profile:
-        def __init__(self, activities):
-            asked.extend(activities)
-
-        def start(self):
-            asked.append("start")
-
-        def stop(self):
-            asked.append("stop")
-
-        def export_chrome_trace(self, path):
-            Path(path).write_text("{}")
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
+def test_profiled_steps_are_recorded(trainer, tmp_path, capsys):
     trainer(machine={"profile_steps": [1, 1]}).run()
-    activity = torch.profiler.ProfilerActivity
-    assert asked == [activity.CPU, activity.CUDA, "start", "stop"]
+    assert (tmp_path / "run-cuda" / "profile-1-1.json").stat().st_size > 10_000
     assert "profile of steps 1 to 1" in capsys.readouterr().out

@@ -331,6 +331,14 @@ def _patch(torch: Any) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None
     cuda._get_device = lambda device: torch.device("cuda", number(device))
+    real = torch.profiler.profile
+
+    def profile(*args, activities=None, **kwargs):
+        """The host's operators: what would record the device is not there."""
+        known = [a for a in activities or () if a != torch.profiler.ProfilerActivity.CUDA]
+        return real(*args, activities=known or None, **kwargs)
+
+    torch.profiler.profile = profile
     for module in (cuda.memory, cuda.random):
         for name in dir(module):
             if name in vars(cuda):

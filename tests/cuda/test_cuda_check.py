@@ -1,0 +1,111 @@
+"""The check of a machine's gradients: once, before training, and a refusal where one is off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dflash import attention, gradient_check
+from dflash import kernels as command
+from dflash.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def forgotten(cache):
+    """No check has been noted."""
+    shutil.rmtree(cache / "dflash", ignore_errors=True)
+    return cache / "dflash"
+
+
+def test_training_checks_once(trainer, forgotten, capsys):
+    trainer({"max_steps": 1}).run()
+    assert "kernels: gradients of split selective within" in capsys.readouterr().out
+    (note,) = forgotten.glob("gradients-*.json")
+    known = json.loads(note.read_text())
+    assert known["row"]["ok"] and known["card"] == "Emulated H100" and known["torch"]
+    trainer({"max_steps": 1}, folder="again").run()
+    assert "as checked before on this machine" in capsys.readouterr().out
+    trainer({"max_steps": 1, "dtype": "float32"}, folder="other").run()
+    assert "as checked before" not in capsys.readouterr().out
+    assert len(list(forgotten.glob("*"))) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(trainer, monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    trainer({"max_steps": 1}).run()
+    assert "kernels: gradients of split selective within" in capsys.readouterr().out
+
+
+def break_kernels(monkeypatch):
+    """The efficient kernel's backward pass gets `out` as finding 1 had it, unseen by the self-check."""
+    real = attention.kernel_backward
+
+    def wrong(slope, q, k, v, bias, out, lse):
+        if attention.fused_kernel(q, bias) != "efficient":
+            return real(slope, q, k, v, bias, out, lse)
+        return tuple(1.2 * g for g in real(slope, q, k, v, bias, out, lse))
+
+    monkeypatch.setattr(attention, "kernel_fault", lambda *args: None)
+    monkeypatch.setattr(attention, "kernel_backward", wrong)
+
+
+def test_training_refuses_a_machine_whose_gradients_are_off(trainer, forgotten, monkeypatch):
+    break_kernels(monkeypatch)
+    with pytest.raises(
+        UserError, match="Emulated H100, torch .*training here would learn something"
+    ):
+        trainer({"max_steps": 1})
+    assert not forgotten.exists()
+
+
+def test_the_command_says_so_too(gpu, monkeypatch, capsys):
+    shape = gradient_check.like(4, 2, 64, 4)
+    assert command.check(gpu, shape, 128)
+    said = capsys.readouterr().out
+    assert said.count(" ok (") == 12 and "WRONG" not in said and "MiB above what stays" in said
+    break_kernels(monkeypatch)
+    assert not command.check(gpu, shape, 128)
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_gradients_by_the_slow_way_are_the_same_on_both(gpu):
+    """What the check compares with does not depend on the device."""
+    shape = gradient_check.like(4, 2, 64, 4)
+    want = gradient_check.reference(shape)
+    row = gradient_check.compare(shape, gpu, "dense", "none", "float32", want)
+    assert row["ok"] and row["worst"] < 1e-4
+
+
+def test_gpu_check_runs_to_its_end(tmp_path):
+    """Every case at toy size, as a card would run them, and a file with all rows."""
+    out = tmp_path / "gpu.json"
+    done = subprocess.run(
+        ["sh", str(ROOT / "benchmarks/gpu_check.sh"), "--toy", "--out", str(out)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    names = [c["case"] for c in found["cases"]]
+    assert found["card"] == "Emulated H100" and not any("failed" in c for c in found["cases"])
+    for part in ("gradients", "selective", "rows=", "loop", "decode", "decode cudnn", "loss"):
+        assert any(part in name for name in names), (part, names)
+    assert "peak GiB" in done.stdout
+
+
+def test_a_case_that_fails_fails_the_command(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = subprocess.run(
+        ["sh", str(ROOT / "benchmarks/gpu_check.sh"), "--toy", "--only", "flex", "--out", str(out)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "failed" in json.loads(out.read_text())["cases"][0]
