@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything of gpu_check.py in one command, under 8 minutes: benchmarks/gpu_check.sh [--out FILE] ...
+# Everything of gpu_check.py in one command, under 8 minutes on a card: benchmarks/gpu_check.sh [--out FILE] ...
 # PYTHON names an interpreter that has torch (default: the project's own, else python3).
 set -eu
 cd "$(dirname "$0")/.."

@@ -55,6 +55,7 @@ class Shape:
         (250,),
     )  # tokens of the documents of each pack
     anchors: int = 12  # of a document
+    taps: int = 2
 
     @property
     def config(self) -> DrafterConfig:
@@ -72,8 +73,8 @@ class Shape:
             vocab_size=self.vocab,
             block_size=self.block,
             mask_token_id=self.vocab - 1,
-            target_layer_ids=(0, 1),
-            num_target_layers=4,
+            target_layer_ids=tuple(range(self.taps)),
+            num_target_layers=self.taps + 2,
             layer_types=("full_attention",) * (self.layers - 1) + (sliding,),
             sliding_window=self.window,
         )
@@ -109,8 +110,9 @@ class Step:
             pad_blocks=None,
         )
         self.shape, self.device, self.dtype = shape, device, drafter.DTYPES[dtype]
-        self.drafter = Drafter(shape.config)
-        self.drafter.init_weights(0)
+        with torch.device("meta"):  # made on the CPU, where the numbers do not depend on the device
+            self.drafter = Drafter(shape.config)
+        self.drafter.to_empty(device="cpu").init_weights(0)
         self.drafter.to(device)
         g = torch.Generator().manual_seed(1)
         table, head = (torch.randn(shape.vocab, shape.hidden, generator=g) for _ in "eh")
@@ -120,7 +122,7 @@ class Step:
         self.weights_B = loss.slot_weights(shape.block, 4.0)
 
     def _document(self, g: torch.Generator, length: int) -> tuple[SimpleNamespace, np.ndarray]:
-        states = torch.randn(length, 2, self.shape.hidden, generator=g).bfloat16()
+        states = torch.randn(length, self.shape.taps, self.shape.hidden, generator=g).bfloat16()
         ids = torch.randint(self.shape.vocab - 1, (length,), generator=g).int().numpy()
         mask = np.arange(length) >= 3
         bits = states.view(torch.uint16).numpy()

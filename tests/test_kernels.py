@@ -1,5 +1,10 @@
 """The probe names the kernel that really runs, and the warning comes with a remedy."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +12,7 @@ from dflash import attention, kernels
 from dflash.errors import UserError
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 
 
 def test_names_the_kernel_that_the_profiler_sees():
@@ -73,3 +79,33 @@ def test_candidates_by_device():
     assert attention.candidates("cuda", f64, 128, False) == []
     assert attention.candidates("cuda", bf16, 20, False) == []
     assert attention.candidates("cpu", f64, 20, True) == ["cpu flash"]
+
+
+BLOCK = """
+import importlib.abc, runpy, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["gpu_check.py", "--toy", "--in-process", "--device", "cpu", "--only"]
+sys.argv += ["gradients", "selective", "loop", "loss", "own-slots"]
+sys.path.insert(0, "benchmarks")
+runpy.run_path("benchmarks/gpu_check.py", run_name="__main__")
+"""
+
+
+def test_gpu_check_starts_where_only_torch_numpy_and_safetensors_are():
+    """The lent machine has no pydantic, zarr or snakemake; nothing else is asked for either."""
+    blocked = ["pydantic", "pydantic_core", "yaml", "zarr", "snakemake", "pyarrow", "transformers"]
+    blocked += ["tensorboard", "numcodecs", "google_crc32c", "huggingface_hub", "jinja2"]
+    code = BLOCK.replace("BLOCKED", repr(blocked))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gradients" in done.stdout and "ms for two packs" in done.stdout

@@ -70,6 +70,7 @@ def finished(tmp_path_factory, tiny_llama) -> tuple[Path, dict[str, Any]]:
     soft = tiny.drafters()["soft"]
     soft["training"]["epochs"] = 3
     settings = tiny.settings(folder, tiny_llama) | {"drafters": {"soft": soft}}
+    settings["corpus"]["sources"][0]["shards"] = 1
     done = tiny.snakemake(folder, settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, settings

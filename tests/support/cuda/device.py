@@ -97,14 +97,6 @@ def load() -> None:
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_wait)
     _library.emulated_on_wait(callback)
     _kept.append(callback)
-
-    import torch
-
-    _patch(torch)
-    sys.path.insert(0, str(HERE.parents[1]))
-    from support.cuda import kernels
-
-    _kept.append(kernels.register())
     atexit.register(_last_faults)
 
 
@@ -173,8 +165,11 @@ def set_devices(count: int) -> None:
     _library.emulated_set_devices(count)
 
 
-def _patch(torch: Any) -> None:
-    """What `torch.cuda` asks of a CUDA build."""
+def patch(torch: Any) -> None:
+    """Give `torch.cuda` what it asks of a CUDA build, and the device its attention kernels."""
+    from support.cuda import kernels
+
+    _kept.append(kernels.register())
     cuda = torch.cuda
     number = lambda device=None: (  # noqa: E731
         cuda.current_device()
