@@ -28,6 +28,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import collectives
+from support.collectives import Collectives
 from test_train import SETTINGS as BASE
 
 from dflash import checkpoint, config, gradient, monitor, ranks, train
@@ -444,6 +446,44 @@ def test_sigterm_to_one_rank_lets_all_save_the_same_step(features, tmp_path):
     statuses, said = together(tmp_path / "said", failing, argv, (1, "forward", 2, terminate))
     assert statuses == [ranks.STATUS_INTERRUPTED] * 2, said
     assert steps_saved(tmp_path) == [3]
+
+
+def recorded(argv: list[str], folder: Path, *events: tuple[int, str, int, Callable]) -> None:
+    """`failing`, writing down which collectives this rank takes part in."""
+    with Collectives(folder / f"collectives-{os.environ['RANK']}"):
+        failing(argv, *events)
+
+
+ORDERS = {  # what happens on rank 1, documents of a step, statuses
+    "uneven": (None, 5, [0, 0]),
+    "a rank without documents": (None, 1, [0, 0]),
+    "sigterm": ((1, "forward", 4, terminate), 5, [ranks.STATUS_INTERRUPTED] * 2),
+    "a bug": ((1, "forward", 4, bug), 5, [2, 2]),
+}
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+@pytest.mark.parametrize("case", ORDERS)
+def test_all_ranks_take_part_in_the_same_collectives(features, tmp_path, case, sharding):
+    """In one order, of the same sizes and types, so that none waits for what will not come: uneven ranks,
+    ranks without documents, SIGTERM to one. After an error on one the others wait in the next one, at
+    most, and are ended from there."""
+    event, documents, expected = ORDERS[case]
+    argv = arguments(features, tmp_path, sharding=sharding)
+    changed = settings_of(documents_per_step=documents).model_dump(mode="json", exclude={"extends"})
+    argv[1] = json.dumps(changed)
+    events = [event] if event else []
+    statuses, said = together(tmp_path / "said", recorded, argv, tmp_path, *events)
+    assert statuses == expected, said
+    mine, others = (collectives.read(tmp_path / f"collectives-{rank}") for rank in (0, 1))
+    assert len(mine) > 20
+    kinds = {line.split()[0] for line in mine}
+    sharded = {"_allgather_base_", "_reduce_scatter_base_"}
+    assert (sharded <= kinds) == (sharding == "fsdp"), kinds
+    if case == "a bug":
+        assert others == mine[: len(others)] and len(mine) - len(others) == 1
+    else:
+        assert mine == others
 
 
 def test_what_all_ranks_refuse_is_said_once(features, tmp_path):

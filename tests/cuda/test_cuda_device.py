@@ -137,7 +137,7 @@ def test_streams_that_do_not_wait_for_each_other(gpu):
     a.record_stream(side)
 
 
-def test_memory_freed_while_another_stream_may_use_it(gpu):
+def test_memory_given_out_again_while_another_stream_may_use_it(gpu):
     side = torch.cuda.Stream(gpu)
     for recorded in (False, True):
         a = torch.ones(4, device=gpu)
@@ -147,6 +147,7 @@ def test_memory_freed_while_another_stream_may_use_it(gpu):
         if recorded:
             a.record_stream(side)
         del a
+        torch.empty(4, device=gpu)  # might get the same memory
         found = device.faults()
         assert [("record_stream" in x) for x in found] == ([] if recorded else [True])
     torch.cuda.current_stream().wait_stream(side)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import closing
 
 import numpy as np
@@ -73,7 +74,13 @@ def test_the_states_of_three_families(name):
 )
 def test_faults_in_the_copies_are_seen(monkeypatch, fault, words):
     """That the test above would see them."""
-    rows = sorted_rows()
+    rows, synchronize = sorted_rows(), torch.cuda.Event.synchronize
+
+    def late(event):  # the model has begun with the next batch
+        time.sleep(0.05)
+        synchronize(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", late)
     if fault == "no wait for the model":
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
     elif fault == "no record_stream":

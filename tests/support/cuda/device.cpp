@@ -17,6 +17,8 @@
 // Sources for what CUDA does: torch's aten/src/ATen/native/cuda/Copy.cu (when a copy waits),
 // c10/cuda/CUDACachingAllocator.cpp (streams of a block), ATen/core/CachingHostAllocator.h.
 
+#include "device.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -84,6 +86,7 @@ struct State {
   std::map<StreamKey, Clock> known;      // what each stream waits for
   Clock host;                            // what the host has waited for
   std::unordered_map<void*, Block> blocks;
+  std::map<StreamKey, Clock> freed;      // by stream of allocation: who may still use what was freed
   std::map<char*, size_t> pinned;        // live and free blocks of pinned memory
   std::vector<std::pair<char*, size_t>> retired;  // freed pinned blocks whose copies have not ended
   std::vector<Copy> copies;
@@ -181,6 +184,17 @@ void check_limit(int device, int64_t bytes) {
 
 void add_block(void* data, size_t bytes, int device) {
   auto& s = state();
+  // What was freed on this stream may be given out again, so its uses on others have to have happened.
+  StreamKey home = current(device);
+  auto pending = s.freed.find(home);
+  if (pending != s.freed.end()) {
+    Clock now = clock_of(home);
+    for (auto& [stream, number] : pending->second)
+      if (s.races && !happened(now, stream, number))
+        fault("memory of " + show(home) + " is given out again while " + show(stream) +
+              " may still use it (record_stream was not called)");
+    s.freed.erase(pending);
+  }
   s.blocks[data] = Block{bytes, current(device), {}, {}};
   s.allocated[device] += bytes;
   s.peak[device] = std::max(s.peak[device], s.allocated[device]);
@@ -192,13 +206,10 @@ void remove_block(void* data) {
   auto at = s.blocks.find(data);
   if (at == s.blocks.end()) return;
   auto& block = at->second;
-  Clock home = clock_of(block.home);
   Clock used = block.use.reads;
   merge(used, block.use.write);
   for (auto& [stream, number] : used)
-    if (s.races && stream != block.home && !happened(home, stream, number) && !block.recorded.count(stream))
-      fault("memory of " + show(block.home) + " was freed while " + show(stream) +
-            " may still use it (record_stream was not called)");
+    if (stream != block.home && !block.recorded.count(stream)) merge(s.freed[block.home], Clock{{stream, number}});
   s.allocated[block.home.first] -= block.bytes;
   s.blocks.erase(at);
 }
@@ -780,9 +791,18 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 TORCH_LIBRARY(emulated, m) {
   m.def("host(Tensor self) -> Tensor");
   m.def("adopt(Tensor self, int device) -> Tensor");
+  m.def("resize_storage(Tensor self, int bytes) -> ()");
 }
 TORCH_LIBRARY_IMPL(emulated, CompositeExplicitAutograd, m) {
   m.impl("host", [](const at::Tensor& t) { return host(t); });
+  m.impl("resize_storage", [](const at::Tensor& t, int64_t bytes) {
+    c10::DeviceGuard guard(t.device());
+    auto old = t.storage();
+    auto data = device_allocator.allocate(bytes);
+    std::memcpy(data.get(), old.data(), std::min<size_t>(bytes, old.nbytes()));
+    old.set_data_ptr_noswap(std::move(data));
+    old.set_nbytes(bytes);
+  });
   m.impl("adopt", [](const at::Tensor& t, int64_t device) {
     auto& s = state();
     std::lock_guard lock(s.mutex);
@@ -808,6 +828,35 @@ struct AtLoad {
 } at_load;
 
 }  // namespace
+
+namespace emulated {
+
+constexpr int64_t COLLECTIVES = 1 << 20;  // number of their stream
+
+at::Tensor host(const at::Tensor& t) { return ::host(t); }
+
+void collective(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, const std::string& name) {
+  auto& s = state();
+  std::lock_guard lock(s.mutex);
+  int device = reads.front().device().index();
+  StreamKey stream{device, COLLECTIVES};
+  merge(s.known[stream], clock_of(current(device)));
+  auto number = issue(stream, reads, writes, name);
+  for (auto* list : {&reads, &writes})  // as NCCL does, which keeps or records them
+    for (auto& t : *list) {
+      auto at = s.blocks.find(base(t));
+      if (at != s.blocks.end()) at->second.recorded.insert(stream);
+    }
+  (void)number;
+}
+
+void await_collectives(int device) {
+  auto& s = state();
+  std::lock_guard lock(s.mutex);
+  merge(s.known[current(device)], clock_of({device, COLLECTIVES}));
+}
+
+}  // namespace emulated
 
 extern "C" {
 void emulated_on_wait(void (*callback)(const char*)) { on_wait = callback; }

@@ -42,9 +42,9 @@ MEMORY = 80 << 30
 def build() -> Path:
     """Compile the device for this torch, once. Raises CalledProcessError with the compiler's words."""
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    source = HERE / "device.cpp"
-    version = (torch / "version.py").read_bytes()
-    name = f"emulated-cuda-{hashlib.sha256(source.read_bytes() + version).hexdigest()[:16]}.so"
+    sources = [HERE / name for name in ("device.cpp", "nccl.cpp")]
+    known = b"".join(p.read_bytes() for p in (*sources, HERE / "device.h", torch / "version.py"))
+    name = f"emulated-cuda-{hashlib.sha256(known).hexdigest()[:16]}.so"
     for folder in (Path(sys.prefix), Path(tempfile.gettempdir())):
         path = folder / name
         if path.exists():
@@ -55,8 +55,17 @@ def build() -> Path:
     include = torch / "include"
     subprocess.run(
         [
-            *("g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{include}"),
-            *(f"-I{include}/torch/csrc/api/include", str(source), "-o", str(partial)),
+            *(
+                "g++",
+                "-std=c++20",
+                "-O1",
+                "-w",
+                "-shared",
+                "-fPIC",
+                f"-I{include}",
+                "-DUSE_C10D_GLOO",
+            ),
+            *(f"-I{include}/torch/csrc/api/include", *map(str, sources), "-o", str(partial)),
             *(f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}/lib"),
         ],
         check=True,
@@ -118,8 +127,9 @@ def _on_wait(why: bytes) -> None:
     if _waits is not None:
         stack = traceback.extract_stack()
         ours = [f for f in stack if f"{os.sep}dflash{os.sep}" in f.filename]
-        where = ours[-1] if ours else stack[-2]
-        _waits.append(f"{why.decode()} at {Path(where.filename).name}:{where.name}")
+        known = ours[-1:] or stack[-2:-1]  # none in autograd's own threads
+        at = "".join(f" at {Path(f.filename).name}:{f.name}" for f in known)
+        _waits.append(f"{why.decode()}{at}")
 
 
 @contextmanager
@@ -139,6 +149,19 @@ def faults() -> list[str]:
     while text := _library.emulated_fault():
         found.append(text.decode())
     return found
+
+
+@contextmanager
+def collectives() -> Iterator[list[str]]:
+    """What goes over NCCL meanwhile: name, numbers and type of each collective of the device."""
+    found: list[str] = []
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda text: found.append(text.decode()))
+    _kept.append(callback)
+    _library.emulated_on_collective(callback)
+    try:
+        yield found
+    finally:
+        _library.emulated_on_collective(None)
 
 
 @contextmanager
@@ -326,6 +349,29 @@ def patch(torch: Any) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None
     cuda._get_device = lambda device: torch.device("cuda", number(device))
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage, size):
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        torch.ops.emulated.resize_storage(view, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_
+    distributed = torch.distributed
+    begin = distributed.init_process_group
+
+    def init_process_group(backend=None, *args, **kwargs):
+        """`cpu:gloo,cuda:nccl`: what goes over NCCL is gloo's, between the same memory."""
+        begin("cpu:gloo", *args, **kwargs)
+        if "nccl" in str(backend):
+            world, known = distributed.group.WORLD, distributed.distributed_c10d._world.pg_map
+            _library.emulated_nccl(world.group_name.encode())
+            known[world] = (backend, known[world][1])
+
+    distributed.init_process_group = init_process_group
+    distributed.is_nccl_available = lambda: True
     real = torch.profiler.profile
 
     def profile(*args, activities=None, **kwargs):
