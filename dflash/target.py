@@ -255,6 +255,7 @@ def is_out_of_memory(e: RuntimeError) -> bool:
     if isinstance(e, torch.OutOfMemoryError):
         return True
     words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    words += ("CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED")  # cuDNN 8, 9
     return any(w in str(e) for w in words)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.cuda import device
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the emulated device")
 def test_on_the_emulated_device():
     command = [sys.executable, "-m", "pytest", str(HERE / "cuda"), "-p", "no:cacheprovider"]
     done = subprocess.run(
