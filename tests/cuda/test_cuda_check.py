@@ -83,6 +83,14 @@ def test_the_command_says_so_too(gpu, monkeypatch, capsys):
     assert "WRONG" in capsys.readouterr().out
 
 
+def test_the_command_as_it_is_typed(gpu, capsys):
+    command.main(["--heads", "4", "--kv-heads", "2", "--head-dim", "16"])
+    said = capsys.readouterr().out
+    assert said.startswith("Emulated H100, torch ")
+    assert "bfloat16  split                 masked    efficient" in said
+    assert "bfloat16  split                 no mask   flash" in said
+
+
 def test_gradients_by_the_slow_way_are_the_same_on_both(gpu):
     """What the check compares with does not depend on the device."""
     shape = gradient_check.like(4, 2, 64, 4)

@@ -9,7 +9,7 @@ from support.targets import END
 from test_decode import PROMPTS, Recalled, fit, make_drafter
 from test_decode_families import family
 
-from dflash import decode, evaluate, regenerate
+from dflash import decode, evaluate, regenerate, terminal
 from dflash.corpus import Prompt
 from dflash.decode import generate
 from dflash.errors import UserError
@@ -180,3 +180,17 @@ def test_memory_that_does_not_suffice_halves_the_batch_of_answering(models, monk
     Scarce(monkeypatch, 0)
     with pytest.raises(UserError, match="not even this one prompt"):
         regenerate.answers(gpu[0], identity, prompts, settings, 1)
+
+
+def test_the_command(finished, capsys):
+    """In bfloat16 unless told otherwise; in float32 the same answer with a drafter and without."""
+    results = finished[0] / "results"
+    common = ["--identity", str(results / "target/identity.json"), "--max-new-tokens", "20"]
+    common += ["--prompt", "what is the answer to this question"]
+    said = []
+    drafter = ["--drafter", str(results / "drafters/soft")]
+    for more in (["--plain", "--dtype", "float32"], [*drafter, "--dtype", "float32"], drafter):
+        terminal.main([*common, *more])
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out != "\n"
+    assert all("tau" in s.err for s in said[1:]) and said[2].out != "\n"

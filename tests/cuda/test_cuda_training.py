@@ -90,6 +90,20 @@ def test_flex_says_that_it_does_not_compile_here(trainer):
         trainer(machine={"attention": "flex", "pad_context": 512, "pad_blocks": 64}).run()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_without_its_compiler(trainer, monkeypatch):
+    """What is handed to the compiler: masks, lengths and heads of the padded shapes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from dflash import attention
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
+    padded = {"attention": "flex", "pad_context": 512, "pad_blocks": 64}
+    found = weights(trainer({"dtype": "float32"}, padded))
+    assert_close(found, weights(trainer({"dtype": "float32"}, on="cpu")), 1e-4)
+
+
 LOSSES = {
     "decay": {},
     "dpace": {"weights": "dpace"},

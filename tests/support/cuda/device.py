@@ -52,24 +52,12 @@ def build() -> Path:
         if os.access(folder, os.W_OK):
             break
     partial = path.with_suffix(f".{os.getpid()}")
-    include = torch / "include"
-    subprocess.run(
-        [
-            *(
-                "g++",
-                "-std=c++20",
-                "-O1",
-                "-w",
-                "-shared",
-                "-fPIC",
-                f"-I{include}",
-                "-DUSE_C10D_GLOO",
-            ),
-            *(f"-I{include}/torch/csrc/api/include", *map(str, sources), "-o", str(partial)),
-            *(f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}/lib"),
-        ],
-        check=True,
-    )
+    headers, libraries = torch / "include", torch / "lib"
+    command = ["g++", *"-std=c++20 -O1 -w -shared -fPIC -DUSE_C10D_GLOO".split()]
+    command += [f"-I{headers}", f"-I{headers}/torch/csrc/api/include"]
+    command += [*map(str, sources), "-o", str(partial)]
+    command += [f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]
+    subprocess.run(command, check=True)
     partial.rename(path)
     return path
 
