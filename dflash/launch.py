@@ -50,6 +50,7 @@ EXAMPLES = """\
   python -m dflash.launch --gpus 2 --needs 2 -- torchrun --nproc-per-node=gpu -m dflash.train
   python -m dflash.launch --list
   DFLASH_GPUS=4 python -m dflash.launch --gpus 1 -- env     (tried with 4 stand-in devices)
+A card in MIG mode counts as one GPU; to lease its slices separately, name them in CUDA_VISIBLE_DEVICES.
 exit status: the command's own; 2 refused, 126 the command cannot be run, 127 no such command"""
 
 

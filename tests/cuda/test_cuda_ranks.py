@@ -12,6 +12,7 @@ import torch
 from support.trainings import CASES, settings_of
 
 from dflash import config, ranks, train
+from dflash.errors import UserError
 
 PROGRAM = Path(__file__).parents[1] / "support/cuda/program.py"
 
@@ -37,6 +38,12 @@ def two(features, finished, tmp_path_factory) -> Path:
 
 def found(two: Path, case: str) -> list[dict]:
     return [json.loads((two / case / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_process_without_a_device_of_its_own(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "9")
+    with pytest.raises(UserError, match="process 9 of this node, counted from 0, has no GPU"):
+        ranks.device_of_rank()
 
 
 @pytest.mark.parametrize("case", CASES)
