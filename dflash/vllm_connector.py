@@ -61,6 +61,7 @@ class Handover(KVConnectorMetadata):
     """What the scheduler tells the workers with a step."""
 
     finished: list[Finished]
+    idle: bool  # no token is computed in this step; it may be the last one for a long time
 
 
 class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -108,7 +109,7 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> Handover:
         finished, self.finished = self.finished, []
-        return Handover(finished)
+        return Handover(finished, idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def get_finished_count(self) -> int:
         return 1  # one rank writes, so one notice a request is all that will come
@@ -146,11 +147,16 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Start copying out the states of the requests that the scheduler named with this step, and name
         those whose states have come: only then may their blocks be used again.
 
+        A step without tokens waits for them: after the last prompts vLLM takes one such step and no more,
+        and where all blocks are held back it can take no other.
         Raises RuntimeError when a slot was not filled since it was last read.
         """
         if self.cache_NLBH is None:
             return None, None
-        self.copies += map(self._copy, self._get_connector_metadata().finished)
+        told = self._get_connector_metadata()
+        self.copies += map(self._copy, told.finished)
+        if told.idle and self.stream is not None:
+            self.stream.synchronize()
         done = set()
         while self.copies and (self.copies[0].ended is None or self.copies[0].ended.query()):
             copy = self.copies.popleft()

@@ -158,6 +158,16 @@ def test_states_leave_the_cache_without_a_wait(connector):
     assert connector.step() is None
 
 
+def test_a_step_without_tokens_waits(connector):
+    """It is the last one: vLLM takes none where nothing is to be computed or told."""
+    states = torch.randn(7, LAYERS, 8)
+    connector.fill(CACHE, [3, 11], 0, states)
+    assert connector.finish(1, list(range(7)), ([0], [3, 11])) == (True, None)
+    connector.fill(CACHE, [5, 2], 0, states)
+    _, done = connector.finish(2, list(range(7)), ([0], [5, 2]), tokens=0)
+    assert done == {"r1-x", "r2-x"}
+
+
 def test_slots_that_no_step_filled_are_noticed_when_they_have_come(connector):
     connector.fill(CACHE, [5, 2], 0, torch.randn(6, LAYERS, 8))
     connector.finish(1, list(range(8)), ([], [5, 2]))

@@ -58,7 +58,7 @@ class Connector:
         self.worker.save_kv_layer(name, self.cache, SimpleNamespace(slot_mapping=padded))
 
     def finish(
-        self, index: int, ids: list[int], tables: tuple[list[int], ...]
+        self, index: int, ids: list[int], tables: tuple[list[int], ...], tokens: int = 4
     ) -> tuple[bool, set | None]:
         """The request ends; the next step's metadata goes to the worker."""
         request = SimpleNamespace(
@@ -67,11 +67,12 @@ class Connector:
             kv_transfer_params={"index": index, "sample_id": f"{index:016x}"},
         )
         held, _ = self.scheduler.request_finished_all_groups(request, tables)
-        return held, self.step()
+        return held, self.step(tokens)
 
-    def step(self) -> set | None:
-        """One more step of the engine: who is named as finished, all of them written."""
-        self.worker.metadata = self.scheduler.build_connector_meta(None)
+    def step(self, tokens: int = 4) -> set | None:
+        """One more step of the engine, over so many tokens: who is named as finished, all of them written."""
+        scheduled = SimpleNamespace(total_num_scheduled_tokens=tokens)
+        self.worker.metadata = self.scheduler.build_connector_meta(scheduled)
         done, _ = self.worker.get_finished(set())
         self.worker.writer.submit(lambda: None).result()  # its one thread has written
         return done
