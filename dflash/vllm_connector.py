@@ -61,7 +61,7 @@ class Handover(KVConnectorMetadata):
     """What the scheduler tells the workers with a step."""
 
     finished: list[Finished]
-    idle: bool  # no token is computed in this step; it may be the last one for a long time
+    idle: bool  # no token is computed in this step
 
 
 class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -147,8 +147,8 @@ class SpoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Start copying out the states of the requests that the scheduler named with this step, and name
         those whose states have come: only then may their blocks be used again.
 
-        A step without tokens waits for them: after the last prompts vLLM takes one such step and no more,
-        and where all blocks are held back it can take no other.
+        A step without tokens waits for them: it has nothing else to do, and vLLM before it looked for
+        requests that are held back (Scheduler.has_finished_requests) takes no other after it.
         Raises RuntimeError when a slot was not filled since it was last read.
         """
         if self.cache_NLBH is None:

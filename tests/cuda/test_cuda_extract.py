@@ -159,7 +159,7 @@ def test_states_leave_the_cache_without_a_wait(connector):
 
 
 def test_a_step_without_tokens_waits(connector):
-    """It is the last one: vLLM takes none where nothing is to be computed or told."""
+    """It has nothing else to do, and may be the last one."""
     states = torch.randn(7, LAYERS, 8)
     connector.fill(CACHE, [3, 11], 0, states)
     assert connector.finish(1, list(range(7)), ([0], [3, 11])) == (True, None)
