@@ -9,7 +9,7 @@ mode against the slow one on the CPU, by a step of a small drafter (`dflash.grad
 each backend, checkpoint mode and size of groups:
 
 - `step`: forward, backward and optimiser, median of 5 after 2 to warm up (CUDA events). Anchors are
-  others in every step, and their layout is made anew, as in training; `reused` is the step with one
+  others in every step, and their layout is made again, as in training; `reused` is the step with one
   layout kept, so what it costs on the host shows; `optim` is the optimiser's part.
 - `peak`: torch.cuda.max_memory_allocated over those steps; `resident` is what lies there between them
   (weights, optimiser state, embedding, head, features).
@@ -27,7 +27,7 @@ Others print a line of their own:
 
 Every case has a process and a time limit of its own: what runs out of memory, hangs or crashes is
 recorded as that, and the others go on. Cases stand in order of importance, and those that do not fit the
-whole budget (default 440 s) are recorded as skipped. The JSON is written anew after each case. The exit
+whole budget (default 440 s) are recorded as skipped. The JSON is rewritten after each case. The exit
 status is 1 where a gradient is off or a case failed (running out of memory is no failure of `dense` and
 `gather`, which keep what the others do not). `--toy` runs all of it at toy size on whatever is there, so
 that it is known to work; without CUDA that is implied. Times then mean nothing.

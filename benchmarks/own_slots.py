@@ -1,4 +1,4 @@
-"""What it costs to treat a block's own slots apart from its context, and to give all groups fixed shapes.
+"""What it costs to treat a block's own slots separately from its context, and to give all groups fixed shapes.
 
     python benchmarks/own_slots.py [--quick] [--json] [--device cpu|cuda]
 
@@ -89,13 +89,13 @@ class Problem:
         return layout
 
     def run(self, variant: str):
-        """Output and gradients; layout and masks are made anew, as in a step."""
+        """Output and gradients; layout and masks are made again, as in a step."""
         from dflash import attention
         from dflash.attention import Visibility
 
         layout, see = self.layout(variant), Visibility()
         if variant != "split":
-            return apart(self.tensors, self.grad_out, layout, self.device, self.dtype)
+            return separately(self.tensors, self.grad_out, layout, self.device, self.dtype)
         groups = layout.groups(see)
         parts = layout.parts(see, True, self.device, self.dtype)
         out, lses = attention._grouped_forward(*self.tensors, groups, parts)
@@ -126,7 +126,7 @@ def context_calls(layout, g, device, dtype) -> list[tuple[int, int, Any]]:
     return calls
 
 
-def apart(tensors, grad_out, layout, device, dtype):
+def separately(tensors, grad_out, layout, device, dtype):
     """Attention with the own slots in a product of their own; output and gradients."""
     import torch
 

@@ -460,11 +460,9 @@ def main(argv: list[str] | None) -> None:
 def _devices(model: nn.Module, ranks: int) -> str:
     """Where the model lies, for people."""
     spread = sorted({str(d) for d in getattr(model, "hf_device_map", {}).values()})
-    return (
-        f"{ranks} ranks of {model.device.type}"
-        if ranks > 1
-        else ", ".join(spread) or str(model.device)
-    )
+    if ranks > 1:
+        return f"{ranks} ranks of {model.device.type}"
+    return ", ".join(spread) or str(model.device)
 
 
 if __name__ == "__main__":

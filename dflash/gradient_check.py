@@ -50,10 +50,7 @@ class Shape:
     vocab: int = 500
     block: int = 16
     window: int | None = 100  # of the last layer
-    lengths: tuple[tuple[int, ...], ...] = (
-        (300, 200),
-        (250,),
-    )  # tokens of the documents of each pack
+    lengths: tuple[tuple[int, ...], ...] = ((300, 200), (250,))  # of documents, pack by pack
     anchors: int = 12  # of a document
     taps: int = 2
 
@@ -133,7 +130,7 @@ class Step:
         return of, chosen.numpy()
 
     def packs(self) -> Iterable[Any]:
-        """The packs, made anew, as the loader makes them."""
+        """The packs, made again each time, as the loader makes them."""
         for pack in self.documents:
             documents, anchors = (list(x) for x in zip(*pack, strict=True))
             yield gradient.make_pack(

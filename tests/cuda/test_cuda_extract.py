@@ -134,7 +134,7 @@ def connector(monkeypatch, tmp_path):
     with connector_module(monkeypatch) as module:
         made = Connector(module, tmp_path, [["model.layers.0.attn"], [CACHE]], "cuda")
         made.worker.register_kv_caches({"model.layers.0.attn": torch.zeros(1), CACHE: made.cache})
-        # one storage for all requests' blocks: what is read of one and written of another is apart
+        # one storage for all requests' blocks: what is read of one and written of another does not overlap
         with device.without_races():
             yield made
 

@@ -4,7 +4,7 @@ tells which of them the tests on the emulated device catch.
     python tests/support/cuda/planted.py [WORD ...]     only faults with one of these words
 
 About a minute and a half each; not part of the tests. A fault whose text is no longer in the code is an
-error: plant it anew.
+error: adapt the fault to the code.
 """
 
 from __future__ import annotations
