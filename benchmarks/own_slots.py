@@ -1,4 +1,4 @@
-"""What it costs to treat a block's own slots separately from its context, and to give all groups fixed shapes.
+"""The cost of a separate product for a block's own slots, and of giving all groups fixed shapes.
 
     python benchmarks/own_slots.py [--quick] [--json] [--device cpu|cuda]
 
